@@ -1,0 +1,149 @@
+"""The policy: a model, its compute dtype, and the way from a batch to log-probabilities."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from preftune.errors import ModelError
+from preftune.models.adapters import evaluating
+from preftune.models.dropout import disable_dropout, has_adapter_dropout
+from preftune.models.head import causal_lm, install
+from preftune.ops import sum_by_segment
+from preftune.types import Batch, PerCompletion, TokenLogps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# How far fused and own log-probabilities of one token may be apart (nats), by the precision of the products.
+SELF_CHECK_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
+
+
+class Policy:
+    """A causal language model that answers with log-probabilities. The reference is one of these, too.
+
+    Args:
+        model: a transformers causal LM, or a peft model around one. Its forward learns to return log-probabilities;
+            all else about it stays as it was.
+        tokenizer: kept for those who have the policy and need it.
+        dtype: the compute dtype; matrix products run in it under autocast where parameters are stored wider. None
+            takes the dtype the weights are stored in.
+        dropout: leave the model's own dropout on while training. Off by default: then policy and reference agree to
+            the last bit before the first update. An adapter's dropout is its own matter and stays.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        dtype: torch.dtype | None = None,
+        dropout: bool = False,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.dtype = dtype or causal_lm(model).dtype
+        self.dropout = dropout
+        if self.dtype == torch.float16 and any(p.requires_grad for p in model.parameters()):
+            raise ModelError(
+                "model.dtype: float16 is not trained in: its gradients underflow without loss scaling; "
+                "use bfloat16 or float32"
+            )
+        if not dropout:
+            disable_dropout(model)
+        install(model)
+        accepted = inspect.signature(causal_lm(model).base_model.forward).parameters
+        self._takes_positions = "position_ids" in accepted
+
+    @property
+    def name(self) -> str:
+        """The name or path the model was loaded from."""
+        return str(causal_lm(self.model).config._name_or_path or type(causal_lm(self.model)).__name__)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def token_logps(self, batch: Batch, model: nn.Module | None = None) -> TokenLogps:
+        """Log-probability of each scored token, `[T]` nats.
+
+        Args:
+            batch: on the model's device.
+            model: what to call instead of `self.model`: the same model inside a wrapper (DDP, FSDP, compiled).
+        """
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        if self._takes_positions:
+            inputs["position_ids"] = batch.position_ids
+        with self.autocast():
+            output = (model or self.model)(**inputs, logp_positions=batch.positions, logp_targets=batch.targets)
+        return cast("Tensor", output["token_logps"])
+
+    def sequence_logps(self, batch: Batch, model: nn.Module | None = None) -> PerCompletion:
+        """Log-probability of each completion given its prompt, `[N]` nats: the sum over its scored tokens."""
+        return sum_by_segment(self.token_logps(batch, model), batch.lengths)
+
+    def autocast(self) -> torch.autocast:
+        """The context that makes products run in the compute dtype."""
+        reduced = self.dtype in (torch.bfloat16, torch.float16)
+        return torch.autocast(self.device.type, dtype=self.dtype if reduced else None, enabled=reduced)
+
+    def self_check(self, batch: Batch) -> float:
+        """Compare the fused log-probabilities with the model's own logits; returns the largest difference in nats.
+
+        Raises `ModelError` where they disagree (a head with a transformation that is not known here), and where the
+        model still drops units at random while training although it should not. Uses the first 32 scored tokens only.
+        """
+        batch = _first_tokens(batch, 32)
+        with evaluating(self.model):
+            fused = self.token_logps(batch)
+            own = self._own_logps(batch)
+        worst = float((fused - own).abs().max())
+        if not worst <= SELF_CHECK_TOLERANCE[self.dtype]:
+            at = int((fused - own).abs().argmax())
+            raise ModelError(
+                f"{type(causal_lm(self.model)).__name__}: log-probabilities computed from the head's weight differ from "
+                f"the model's own logits (token {at}: {float(fused[at]):.4f} against {float(own[at]):.4f} nats). Its "
+                "forward does something to the logits that is not known here; please report the architecture"
+            )
+        if not self.dropout and not has_adapter_dropout(self.model):
+            with torch.no_grad():
+                mode, _ = self.model.training, self.model.train()
+                again = self.token_logps(batch)
+                self.model.train(mode)
+            if not torch.equal(again, fused):
+                raise ModelError(
+                    f"{type(causal_lm(self.model)).__name__} gives other log-probabilities in training mode: some "
+                    "dropout could not be switched off; set model.dropout: true to accept it"
+                )
+        return worst
+
+    def _own_logps(self, batch: Batch) -> TokenLogps:
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        if self._takes_positions:
+            inputs["position_ids"] = batch.position_ids
+        with self.autocast():
+            logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)[batch.positions]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
+
+
+def _first_tokens(batch: Batch, tokens: int) -> Batch:
+    """The first scored tokens of the first sequence, for a check that should not cost a whole batch."""
+    tokens = min(tokens, int(batch.lengths[0]))
+    width = int(batch.positions[tokens - 1]) + 1
+    return Batch(
+        input_ids=batch.input_ids[:1, :width],
+        attention_mask=batch.attention_mask[:1, :width],
+        position_ids=batch.position_ids[:1, :width],
+        positions=batch.positions[:tokens],
+        targets=batch.targets[:tokens],
+        lengths=batch.lengths[:1].clamp(max=tokens),
+        real=batch.real[:1],
+    )
+
+
+def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Names and tensors of what an optimizer would change."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]

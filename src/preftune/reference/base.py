@@ -1,0 +1,176 @@
+"""The kinds of reference. Each scores a batch with the same code, dtype and shapes as the policy, in eval mode.
+
+So before the first update every log-ratio is exactly 0, and a difference from 0 later is learning, not arithmetic.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+
+import torch
+from torch import nn
+
+from preftune.errors import ModelError
+from preftune.models.adapters import (
+    REFERENCE_ADAPTER,
+    active_adapter,
+    adapter_state,
+    copy_as_reference,
+    evaluating,
+    is_adapted,
+    outside_adapter,
+    starts_at_base,
+)
+from preftune.models.head import causal_lm
+from preftune.models.policy import Policy
+from preftune.types import Batch, PerCompletion
+
+
+class Reference(ABC):
+    """A frozen distribution. `kind` is its name in configs."""
+
+    kind: str
+
+    @abstractmethod
+    def sequence_logps(self, batch: Batch, model: nn.Module | None = None) -> PerCompletion | None:
+        """Log-probability of each completion, `[N]` nats without gradient; None for no reference.
+
+        Args:
+            batch: on the model's device.
+            model: the policy's model inside its wrapper, for references that live in it.
+        """
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What the reference is, in words, for summaries and for comparing runs."""
+
+    def to(self, device: torch.device) -> None:
+        """Move what the reference owns to `device`; those that live in the policy's model move with it."""
+
+
+class NoReference(Reference):
+    """For losses that use none."""
+
+    kind = "none"
+
+    def sequence_logps(self, batch: Batch, model: nn.Module | None = None) -> PerCompletion | None:
+        return None
+
+    def describe(self) -> str:
+        return "none"
+
+
+class AdapterOff(Reference):
+    """The policy's own model with the adapter switched off: the base model, at no extra memory.
+
+    Raises `ModelError` where the policy trains anything that switching the adapter off does not undo.
+    """
+
+    kind = "adapter_off"
+
+    def __init__(self, policy: Policy) -> None:
+        if not is_adapted(policy.model):
+            raise ModelError("reference.kind: adapter_off needs model.adapter; for full fine-tuning use frozen")
+        outside = outside_adapter(policy.model)
+        if outside:
+            raise ModelError(
+                f"reference.kind: adapter_off would share {len(outside)} trained weights with the policy, such as "
+                f"{outside[0]}: switching the adapter off does not undo them; use reference.kind: frozen, or freeze "
+                "them (adapter bias: none)"
+            )
+        self.policy = policy
+
+    def sequence_logps(self, batch: Batch, model: nn.Module | None = None) -> PerCompletion | None:
+        with adapter_state(self.policy.model, None), evaluating(model or self.policy.model):
+            return self.policy.sequence_logps(batch, model)
+
+    def describe(self) -> str:
+        return f"the base model {self.policy.name} (adapter switched off)"
+
+
+class AdapterStart(Reference):
+    """The base model with a frozen copy of the adapter as it was at the start, beside the one that is trained."""
+
+    kind = "adapter_start"
+
+    def __init__(self, policy: Policy) -> None:
+        if not is_adapted(policy.model):
+            raise ModelError("reference.kind: adapter_start needs model.adapter; for full fine-tuning use frozen")
+        outside = outside_adapter(policy.model)
+        if outside:
+            raise ModelError(f"the reference would share trained weights with the policy, such as {outside[0]}")
+        self.policy = policy
+        self.adapter = active_adapter(policy.model)
+        copy_as_reference(policy.model)
+
+    def sequence_logps(self, batch: Batch, model: nn.Module | None = None) -> PerCompletion | None:
+        with adapter_state(self.policy.model, REFERENCE_ADAPTER), evaluating(model or self.policy.model):
+            return self.policy.sequence_logps(batch, model)
+
+    def describe(self) -> str:
+        return f"the base model {self.policy.name} with the adapter as it was at the start"
+
+
+class FrozenReference(Reference):
+    """A second model, frozen: a copy of the starting policy, or another one.
+
+    Raises `ModelError` where it shares trainable weights with the policy or speaks another vocabulary.
+    """
+
+    kind = "frozen"
+
+    def __init__(self, policy: Policy, reference: Policy, words: str | None = None) -> None:
+        trained = {p.data_ptr(): name for name, p in policy.model.named_parameters() if p.requires_grad}
+        shared = [trained[p.data_ptr()] for p in reference.model.parameters() if p.data_ptr() in trained]
+        if reference.model is policy.model or shared:
+            raise ModelError(
+                "the reference shares trainable weights with the policy"
+                + (f", such as {shared[0]}" if shared else "")
+                + ": it would move with it and every margin would stay 0; give it weights of its own (frozen_copy)"
+            )
+        _same_language(policy, reference)
+        reference.model.requires_grad_(False)
+        reference.model.eval()
+        self.policy = reference
+        self.words = words
+
+    def sequence_logps(self, batch: Batch, model: nn.Module | None = None) -> PerCompletion | None:
+        with evaluating(self.policy.model):
+            return self.policy.sequence_logps(batch)
+
+    def to(self, device: torch.device) -> None:
+        self.policy.model.to(device)
+
+    def describe(self) -> str:
+        return self.words or f"a frozen model, {self.policy.name}"
+
+
+def frozen_copy(policy: Policy) -> FrozenReference:
+    """A copy of the policy as it is now, in memory of its own."""
+    twin = Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.dtype)
+    return FrozenReference(policy, twin, f"a frozen copy of {policy.name} as it was at the start")
+
+
+def default_reference(policy: Policy) -> Reference:
+    """The reference that makes every margin 0 at the start.
+
+    With a fresh adapter it is the base model (adapter off); with an adapter trained before, a frozen copy of that
+    adapter; for full fine-tuning a frozen copy of the model.
+    """
+    if not is_adapted(policy.model) or outside_adapter(policy.model):
+        return frozen_copy(policy)
+    return AdapterOff(policy) if starts_at_base(policy.model) else AdapterStart(policy)
+
+
+def _same_language(policy: Policy, reference: Policy) -> None:
+    own, other = (causal_lm(p.model).config.vocab_size for p in (policy, reference))
+    if own != other:
+        raise ModelError(
+            f"reference.model: its vocabulary has {other} tokens, the policy's {own}; token ids would not match"
+        )
+    if policy.tokenizer is not None and reference.tokenizer is not None and reference.tokenizer is not policy.tokenizer:
+        words, other_words = policy.tokenizer.get_vocab(), reference.tokenizer.get_vocab()
+        if words != other_words:
+            token = next(iter(words.items() ^ other_words.items()))[0]
+            raise ModelError(f"reference.model: another tokenizer than the policy's (they differ in {token!r})")

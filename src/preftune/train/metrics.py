@@ -1,0 +1,49 @@
+"""Metrics as sums and counts, so that they mean the same over any split into batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+SumAndCount = tuple[Tensor, Tensor]
+
+
+class Meter:
+    """Accumulates sums and counts on the device; reading them is the only synchronisation.
+
+    A metric whose count is 0 over all ranks (no desirable row was seen) is left out, never reported as 0.
+    """
+
+    def __init__(self) -> None:
+        self._totals: dict[str, Tensor] = {}
+
+    def add(self, metrics: Mapping[str, SumAndCount]) -> None:
+        """Add one batch's sums and counts. Every rank adds the same names, if need be with count 0."""
+        for name, (total, count) in metrics.items():
+            both = torch.stack([total.detach().double(), count.detach().double()])
+            self._totals[name] = self._totals[name] + both if name in self._totals else both
+
+    def read(self, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
+        """Means over everything added since the last reading, and start anew.
+
+        Args:
+            reduce: sums a tensor over ranks; None for one process. Called on every rank or on none.
+        """
+        if not self._totals:
+            return {}
+        names = sorted(self._totals)
+        table = torch.stack([self._totals[name] for name in names])
+        self._totals = {}
+        table = (reduce(table) if reduce else table).cpu()
+        means = {name: float(total / count) for name, (total, count) in zip(names, table, strict=True) if count > 0}
+        chosen, rejected = means.get("rewards/chosen"), means.get("rewards/rejected")
+        if "rewards/margins" not in names and chosen is not None and rejected is not None:
+            means["rewards/margins"] = chosen - rejected  # unpaired rows have no margin each, only their classes do
+        return means
+
+
+def masked(values: Tensor, mask: Tensor) -> SumAndCount:
+    """Sum and count of `values` where `mask` is true."""
+    return torch.where(mask, values, torch.zeros_like(values)).sum(), mask.sum()

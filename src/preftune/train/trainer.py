@@ -1,0 +1,318 @@
+"""The one subclass of `transformers.Trainer`, for every loss.
+
+The loop, optimizers, schedules, checkpoints, wrappers, callbacks, trackers and the Hub are the Trainer's. This class
+replaces what its loop assumes about language-modelling losses: how a step's loss is normalised, which rows a rank
+gets, how evaluation averages, and what makes a checkpoint the right one to resume from.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput, get_last_checkpoint
+
+from preftune.data import PreferenceDataset, StepSampler, collate
+from preftune.errors import ConfigError, TrainingError
+from preftune.models.adapters import active_adapter, is_adapted
+from preftune.train.callbacks import MetricsFile, RichBar, Throughput, use_own_progress
+from preftune.train.identity import Identity, require_same_run, save_identity, weights_checksum
+from preftune.train.loader import StepLoader
+from preftune.train.metrics import Meter
+from preftune.train.objective import Objective
+from preftune.types import Batch, Origin
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+COUNTS = ("examples", "completion_tokens")
+Datasets = PreferenceDataset | dict[str, PreferenceDataset]
+
+
+@dataclass
+class _Step:
+    """What the micro-batches of one optimizer step share."""
+
+    batches: list[Batch]
+    counts: Tensor
+    z_ref: Tensor | None = None
+
+
+class PreferenceTrainer(Trainer):
+    """Trains an `Objective` with everything `transformers.Trainer` brings.
+
+    The gradient of a step is that of (sum of the loss over all rows of the step, all micro-batches and ranks) /
+    (their count): how a step is split changes nothing.
+
+    Args:
+        objective: policy, reference and loss.
+        args: transformers' arguments. Those that would be ignored or break exactness are refused in configs; here
+            `remove_unused_columns` and `logging_nan_inf_filter` have to be off.
+        train_dataset: rows of the layout that the loss takes.
+        eval_dataset: one set, or several by name.
+        tokenizer: saved with the model.
+        callbacks: more of transformers' callbacks.
+        run: facts about the run kept with its checkpoints and compared on resume, beside the objective and the data.
+    """
+
+    # The loss handed back is already that of the whole step's count; the loop must not divide it again.
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        objective: Objective,
+        args: TrainingArguments,
+        train_dataset: PreferenceDataset,
+        eval_dataset: Datasets | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        callbacks: Sequence[TrainerCallback] = (),
+        run: Identity | None = None,
+    ) -> None:
+        _check(objective, args, train_dataset, eval_dataset)
+        self.objective = objective
+        # The identity covers what does not move: the frozen weights, or all of them before the first step.
+        self.identity = {
+            **objective.describe(),
+            "weights": weights_checksum(objective.policy.model, False if is_adapted(objective.policy.model) else None),
+            "data": train_dataset.fingerprint,
+            **(run or {}),
+        }
+        self._train_meter = Meter()
+        self._step: _Step | None = None
+        self._suspects: list[tuple[Tensor, list[Origin]]] = []
+        self._throughput = Throughput()
+        super().__init__(
+            model=objective.policy.model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer or objective.policy.tokenizer,
+            callbacks=[MetricsFile(args.output_dir), *callbacks],
+        )
+        use_own_progress(self)
+        objective.reference.to(args.device)
+        objective.policy.self_check(self._prepare_inputs(collate([train_dataset[0]])))
+
+    # Rows and batches
+
+    def get_train_dataloader(self) -> StepLoader:
+        """Micro-batches of this rank; each row once per epoch over all ranks."""
+        seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
+        return self._loader(cast("PreferenceDataset", self.train_dataset), self._train_batch_size, seed)
+
+    def get_eval_dataloader(self, eval_dataset: str | PreferenceDataset | None = None) -> StepLoader:
+        """Batches of this rank, in the rows' own order; each row once over all ranks."""
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(chosen, str):
+            chosen = cast("dict[str, PreferenceDataset]", self.eval_dataset)[chosen]
+        if not isinstance(chosen, PreferenceDataset):
+            raise ConfigError("evaluation needs a PreferenceDataset (see tokenize_examples)")
+        _check_layout(self.objective, chosen)
+        return self._loader(chosen, self.args.eval_batch_size, None)
+
+    def _loader(self, dataset: PreferenceDataset, batch_size: int, seed: int | None) -> StepLoader:
+        sampler = StepSampler(len(dataset), batch_size, self.args.process_index, self.args.world_size, seed)
+        pad = getattr(self.processing_class, "pad_token_id", None)
+        return StepLoader(dataset, sampler, 0 if pad is None else pad, self.args)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs.to(self.args.device, non_blocking=True) if isinstance(inputs, Batch) else inputs
+
+    # One step
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], Tensor]:
+        """Fetch a step's micro-batches and reduce its counts over ranks, once."""
+        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        own = [batch.counts() for batch in batches]
+        counts = torch.tensor([sum(c[name] for c in own) for name in COUNTS], dtype=torch.float32, device=device)
+        counts = self._sum_over_ranks(counts)
+        self._step = _Step(batches, counts)
+        self._throughput.add(sum(int(batch.attention_mask.sum()) for batch in batches))
+        return batches, counts
+
+    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Tensor | None = None) -> Tensor:
+        """Forward and backward of a micro-batch; the step's first also makes the pass for KTO's baseline."""
+        assert self._step is not None
+        if self.objective.loss.spec.needs_kl_baseline and self._step.z_ref is None:
+            # Here rather than where batches are fetched: a resume restores the random state in between. The pass is
+            # in eval mode and draws no random numbers, and every rank makes the same number of forwards.
+            self._step.z_ref = self._baseline(model, self._step.batches, self._train_meter)
+        return cast("Tensor", super().training_step(model, inputs, num_items_in_batch))
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Any:
+        """Sum of the loss over the micro-batch / count of the whole step x ranks (the wrapper averages over those)."""
+        assert self._step is not None
+        output = self.objective(inputs, model, self._step.z_ref)
+        self._train_meter.add(output.metrics)
+        self._suspects.append((output.values, inputs.origins))
+        count = self._step.counts[COUNTS.index(self.objective.loss.spec.denominator)]
+        loss = output.total / count * self.accelerator.num_processes
+        return (loss, output) if return_outputs else loss
+
+    def _baseline(self, model: nn.Module, batches: Iterable[Batch], meter: Meter) -> Tensor:
+        terms = [torch.stack(self.objective.kl_terms(self._prepare_inputs(batch), model)) for batch in batches]
+        own = torch.stack(terms).sum(0)
+        meter.add({"kl": (own[0], own[1])})
+        total, count = self._sum_over_ranks(own)
+        return (total / count.clamp(min=1)).clamp(min=0)
+
+    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        return cast("Tensor", self.accelerator.reduce(tensor, "sum")) if self.args.world_size > 1 else tensor
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The gradient's norm; stops the run before the optimizer's step when it or a loss is not finite."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        suspects, self._suspects = self._suspects, []
+        bad = torch.stack([(~values.isfinite()).sum() for values, _ in suspects]).sum().float()
+        bad = self._sum_over_ranks(bad) + ~torch.isfinite(torch.as_tensor(norm, device=bad.device))
+        if float(bad):  # the step's one synchronisation for this
+            raise TrainingError(_non_finite(self.state.global_step + 1, suspects, norm))
+        return norm
+
+    # Metrics and evaluation
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the metrics of the interval to the training entries."""
+        if "loss" in logs:
+            logs |= self._train_meter.read(self._sum_over_ranks if self.args.world_size > 1 else None)
+            tokens, seconds = self._throughput.read()
+            total = int(self._sum_over_ranks(torch.tensor(tokens, device=self.args.device)))
+            self.state.num_input_tokens_seen += total
+            logs |= {"tokens": self.state.num_input_tokens_seen, "tokens_per_second": total / max(seconds, 1e-9)}
+        super().log(logs, start_time)
+
+    def evaluation_loop(
+        self,
+        dataloader: StepLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Count every row once: sums and counts over batches and ranks, and one baseline over the whole set."""
+        model = self._evaluation_model()
+        meter = Meter()
+        spec = self.objective.loss.spec
+        z_ref = self._baseline(model, dataloader, meter) if spec.needs_kl_baseline else None
+        was_training = model.training
+        model.eval()
+        with torch.no_grad():
+            for batch in dataloader:
+                output = self.objective(self._prepare_inputs(batch), model, z_ref)
+                count = torch.tensor(batch.counts()[spec.denominator])
+                meter.add({**output.metrics, "loss": (output.total, count.to(output.total.device))})
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        model.train(was_training)
+        means = meter.read(self._sum_over_ranks if self.args.world_size > 1 else None)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
+        rows = len(cast("PreferenceDataset", dataloader.dataset))
+        return EvalLoopOutput(predictions=cast("Any", None), label_ids=None, metrics=metrics, num_samples=rows)
+
+    def _evaluation_model(self) -> nn.Module:
+        """The model as wrapped for training, or prepared now where evaluation comes first."""
+        if self.model_wrapped is not self.model or not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            return cast("nn.Module", self.model_wrapped)
+        model = self.accelerator.prepare(self.model)
+        self.model_wrapped = model
+        if self.is_fsdp_enabled:
+            self.model = model
+        return cast("nn.Module", model)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Six operations per token and weight, by the usual estimate."""
+        return 6 * inputs.input_ids.numel() * sum(p.numel() for p in self.model.parameters())
+
+    # Checkpoints
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        """Train, or go on from a checkpoint (True: the last one in the output folder).
+
+        Raises `TrainingError` when the checkpoint was saved by a run with another loss, data, base or reference.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ConfigError(f"{self.args.output_dir}: no checkpoint to resume from")
+        if isinstance(resume_from_checkpoint, str):
+            if not os.path.isdir(resume_from_checkpoint):
+                raise ConfigError(f"{resume_from_checkpoint}: no such checkpoint folder")
+            require_same_run(self.identity, resume_from_checkpoint)
+        try:
+            return cast("TrainOutput", super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs))
+        finally:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, RichBar):
+                    callback.close()
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            folder = f"checkpoint-{self.state.global_step}"
+            save_identity(self.identity, os.path.join(self._get_output_dir(trial), folder))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Save the trained adapter alone: a frozen copy kept as reference is no part of the result."""
+        unwrapped = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        if not is_adapted(unwrapped):
+            return super()._save(output_dir, state_dict)
+        output_dir = output_dir or self.args.output_dir
+        if not self.args.should_save:
+            return None
+        unwrapped.save_pretrained(
+            output_dir,
+            state_dict=state_dict,
+            selected_adapters=[active_adapter(unwrapped)],
+            save_embedding_layers=False,
+        )
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(output_dir)
+        torch.save(self.args, os.path.join(output_dir, "training_args.bin"))
+        return None
+
+
+def _check(
+    objective: Objective, args: TrainingArguments, train_dataset: PreferenceDataset, eval_dataset: Datasets | None
+) -> None:
+    if args.remove_unused_columns:
+        raise ConfigError("training.remove_unused_columns: batches have no columns to remove; set it to false")
+    if args.logging_nan_inf_filter:
+        raise ConfigError("training.logging_nan_inf_filter: would hide a non-finite loss; set it to false")
+    sets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset] if eval_dataset else []
+    for dataset in [train_dataset, *sets]:
+        _check_layout(objective, dataset)
+    if args.n_gpu > 1:
+        args._n_gpu = 1  # one process, one device: nn.DataParallel averages losses over replicas
+
+
+def _check_layout(objective: Objective, dataset: PreferenceDataset) -> None:
+    spec = objective.loss.spec
+    if dataset.layout != spec.layout:
+        cure = "use to_unpaired" if spec.layout == "unpaired" else "give rows with prompt, chosen, rejected"
+        raise ConfigError(f"loss.name: {spec.name} takes {spec.layout} rows, the data is {dataset.layout}; {cure}")
+    if spec.needs_kl_baseline and all(example.mismatched is None for example in dataset.examples):
+        raise ConfigError(f"loss.name: {spec.name} needs mismatched pairs; give tokenize_examples a mismatched_seed")
+
+
+def _non_finite(step: int, suspects: list[tuple[Tensor, list[Origin]]], norm: Any) -> str:
+    values = torch.cat([v for v, _ in suspects])
+    origins = [origin for _, rows in suspects for origin in rows]
+    bad = [str(origin) for origin, fine in zip(origins, values.isfinite().tolist(), strict=True) if not fine]
+    what = f"loss not finite for {', '.join(bad)}" if bad else f"gradient norm is {float(norm)}"
+    rows = ", ".join(map(str, origins[:16])) + (" ..." if len(origins) > 16 else "")
+    return (
+        f"step {step}: {what}; the optimizer's step was not taken. Rows of the step on this rank: {rows}. Look at these "
+        "rows, lower training.learning_rate, or raise model.dtype"
+    )
