@@ -10,6 +10,50 @@ The parts, from data to a trained adapter:
     trainer.train()
 """
 
-from importlib.metadata import version
+from importlib.metadata import version as _version
 
-__version__ = version("preftune")
+from preftune.config import training_arguments
+from preftune.data import PreferenceDataset, StepSampler, collate, load_examples, to_unpaired, tokenize_examples
+from preftune.errors import CacheError, ConfigError, DataError, ModelError, PreftuneError, TrainingError
+from preftune.losses import loss_names, make_loss, register
+from preftune.models import Lora, Policy, load_policy
+from preftune.ops import Head, token_logps
+from preftune.reference import AdapterOff, AdapterStart, FrozenReference, NoReference, default_reference, frozen_copy
+from preftune.train import Objective, PreferenceTrainer
+from preftune.types import Batch, SequenceLogps
+
+__version__ = _version("preftune")
+
+__all__ = [
+    "AdapterOff",
+    "AdapterStart",
+    "Batch",
+    "CacheError",
+    "ConfigError",
+    "DataError",
+    "FrozenReference",
+    "Head",
+    "Lora",
+    "ModelError",
+    "NoReference",
+    "Objective",
+    "Policy",
+    "PreferenceDataset",
+    "PreferenceTrainer",
+    "PreftuneError",
+    "SequenceLogps",
+    "StepSampler",
+    "TrainingError",
+    "collate",
+    "default_reference",
+    "frozen_copy",
+    "load_examples",
+    "load_policy",
+    "loss_names",
+    "make_loss",
+    "register",
+    "to_unpaired",
+    "token_logps",
+    "tokenize_examples",
+    "training_arguments",
+]

@@ -6,6 +6,7 @@ batch. Log-probabilities are in nats, float32 or wider.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ Lengths = Int[Tensor, "N"]
 PerCompletion = Float[Tensor, "N"]
 PerExample = Float[Tensor, "B"]
 Labels = Bool[Tensor, "B"]
+PerExampleLengths = Int[Tensor, "B"]
+PaddedIds = Int[Tensor, "R S"]
 
 Layout = Literal["paired", "unpaired"]
 Message = dict[str, Any]
@@ -116,9 +119,9 @@ class Batch:
     example by example: example b owns completions `b * k ... b * k + k - 1` (chosen before rejected for pairs, k = 2).
     """
 
-    input_ids: Int[Tensor, "R S"]
-    attention_mask: Int[Tensor, "R S"]
-    position_ids: Int[Tensor, "R S"]
+    input_ids: PaddedIds
+    attention_mask: PaddedIds
+    position_ids: PaddedIds
     positions: Targets
     targets: Targets
     lengths: Lengths
@@ -149,21 +152,16 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return a copy with every tensor on `device`."""
-        moved = {
-            f.name: value.to(device, non_blocking=non_blocking)
-            for f in fields(self)
-            if isinstance(value := getattr(self, f.name), Tensor | Batch)
-        }
-        return replace(self, **moved)
+        return self._each(lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """Return a copy in page-locked memory (called by the data loader where that helps)."""
-        pinned = {
-            f.name: value.pin_memory()
-            for f in fields(self)
-            if isinstance(value := getattr(self, f.name), Tensor | Batch)
-        }
-        return replace(self, **pinned)
+        return self._each(lambda part: part.pin_memory())
+
+    def _each(self, change: Callable[[Any], Any]) -> Batch:
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        changes: dict[str, Any] = {k: change(v) for k, v in parts.items() if isinstance(v, Tensor | Batch)}
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,7 @@ class SequenceLogps:
 
     policy: PerExample
     ref: PerExample | None
-    lengths: Int[Tensor, "B"]
+    lengths: PerExampleLengths
 
     @property
     def logratios(self) -> PerExample:

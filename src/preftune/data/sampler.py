@@ -24,9 +24,7 @@ class StepSampler(Sampler[list[int]]):
         seed: the epoch's order is a permutation drawn from (seed, epoch); None keeps the rows' own order.
     """
 
-    def __init__(
-        self, rows: int, batch_size: int, rank: int = 0, world_size: int = 1, seed: int | None = 0
-    ) -> None:
+    def __init__(self, rows: int, batch_size: int, rank: int = 0, world_size: int = 1, seed: int | None = 0) -> None:
         assert rows > 0
         assert 0 <= rank < world_size
         self.rows, self.batch_size = rows, batch_size
@@ -56,4 +54,3 @@ class StepSampler(Sampler[list[int]]):
             block = order[start : start + wide]
             own = block[self.rank :: self.world_size]
             yield own if own else [~block[0]]
-

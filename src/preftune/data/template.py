@@ -102,7 +102,9 @@ class RowTokenizer:
             hint = ""
             if messages[0]["role"] == "system":
                 hint = "; where it refuses a system turn, put that text into the first user turn"
-            raise RowError("refused by the chat template", f"the chat template refuses this row: {error}{hint}") from None
+            raise RowError(
+                "refused by the chat template", f"the chat template refuses this row: {error}{hint}"
+            ) from None
 
     def _ids(self, text: str) -> list[int]:
         return cast("list[int]", self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,1 @@
+"""Parts of preftune inside other people's trainers."""

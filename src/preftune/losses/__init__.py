@@ -4,8 +4,8 @@ To add a loss, write one function with the `register` decorator in a module impo
 configs, in `make_loss`, in the docs and in every test that walks the registry.
 """
 
-from preftune.losses import kto as _kto
-from preftune.losses import paired as _paired
+from preftune.losses.kto import kto
+from preftune.losses.paired import dpo
 from preftune.losses.registry import Loss, LossSpec, get_spec, loss_names, make_loss, register
 
-__all__ = ["Loss", "LossSpec", "get_spec", "loss_names", "make_loss", "register"]
+__all__ = ["Loss", "LossSpec", "dpo", "get_spec", "kto", "loss_names", "make_loss", "register"]

@@ -19,9 +19,10 @@ def dpo(
         loss = -(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D)
 
     Rafailov et al. 2023, arXiv 2305.18290, equation 7 (e = 0); Mitchell 2023, "A note on DPO with noisy preferences &
-    relationship to IPO", the conservative DPO loss (e > 0). At the start D = 0 and the loss is ln 2. The gradient raises r_w and lowers r_l by the same
-    weight beta * sigmoid(-beta D): large where the pair is ranked wrong, vanishing where it is ranked clearly right.
-    With smoothing it changes sign at sigmoid(beta D) = 1 - e, so margins stay bounded when labels are noisy.
+    relationship to IPO", the conservative DPO loss (e > 0). At the start D = 0 and the loss is ln 2. The gradient
+    raises r_w and lowers r_l by the same weight beta * sigmoid(-beta D): large where the pair is ranked wrong,
+    vanishing where it is ranked clearly right. With smoothing it changes sign at sigmoid(beta D) = 1 - e, so margins
+    stay bounded when labels are noisy.
 
     Args:
         chosen: log-probabilities of the better completions, `[B]`.

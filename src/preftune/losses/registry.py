@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -129,7 +130,7 @@ def get_spec(name: str) -> LossSpec:
     return _REGISTRY[name]
 
 
-def make_loss(name: str, **parameters: float) -> Loss:
+def make_loss(name: str, **parameters: Any) -> Loss:
     """Return the loss `name` with its parameters bound and checked.
 
     Raises `ConfigError` for an unknown name, a parameter the loss does not use (with the losses that do), or a value
@@ -156,13 +157,14 @@ def _unused(spec: LossSpec, key: str) -> str:
 def _check_bounds(where: str, value: Any, annotation: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ConfigError(f"{where}: expected a finite number, got {value!r}")
+    holds: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+        "gt": (">", operator.gt),
+        "ge": (">=", operator.ge),
+        "lt": ("<", operator.lt),
+        "le": ("<=", operator.le),
+    }
     for bound in typing.get_args(annotation)[1:]:
-        match bound:
-            case at.Gt(gt=low) if not value > low:
-                raise ConfigError(f"{where}: must be > {low}, got {value}")
-            case at.Ge(ge=low) if not value >= low:
-                raise ConfigError(f"{where}: must be >= {low}, got {value}")
-            case at.Lt(lt=high) if not value < high:
-                raise ConfigError(f"{where}: must be < {high}, got {value}")
-            case at.Le(le=high) if not value <= high:
-                raise ConfigError(f"{where}: must be <= {high}, got {value}")
+        for attribute, (sign, compare) in holds.items():
+            limit = getattr(bound, attribute, None)
+            if limit is not None and not compare(value, limit):
+                raise ConfigError(f"{where}: must be {sign} {limit}, got {value}")

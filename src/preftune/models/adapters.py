@@ -73,6 +73,14 @@ def load_adapter(model: PreTrainedModel, path: str) -> nn.Module:
         raise ModelError(f"model.adapter.path: no adapter for this model at {path!r} ({reason})") from None
 
 
+def save_adapter(model: nn.Module, folder: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+    """Save the trained adapter alone: a frozen copy that served as reference is no part of the result."""
+    # "auto" would ask the hub whether the vocabulary was resized; it never is here.
+    cast("Any", model).save_pretrained(
+        folder, state_dict=state_dict, selected_adapters=[active_adapter(model)], save_embedding_layers=False
+    )
+
+
 def is_adapted(model: nn.Module) -> bool:
     """Whether `model` is a peft model."""
     return hasattr(model, "peft_config")

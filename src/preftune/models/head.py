@@ -30,7 +30,7 @@ class LogpsOutput(ModelOutput):
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside an adapter wrapper, or the model itself."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = cast("Any", model).get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(inner, PreTrainedModel):
         raise ModelError(f"expected a transformers model or a peft model around one, got {type(inner).__name__}")
     return inner
@@ -72,7 +72,7 @@ def install(model: nn.Module) -> None:
     if inner.base_model is inner:
         raise ModelError(f"{type(inner).__name__} is a backbone without a head; load it with AutoModelForCausalLM")
     # Bound to the instance, not closed over it, so that a deep copy of the model calls its own layers.
-    inner.forward = types.MethodType(_forward_of(type(inner)), inner)
+    inner.forward = types.MethodType(_forward_of(cast("Any", type(inner))), inner)
 
 
 @functools.cache

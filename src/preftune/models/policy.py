@@ -103,9 +103,9 @@ class Policy:
         if not worst <= SELF_CHECK_TOLERANCE[self.dtype]:
             at = int((fused - own).abs().argmax())
             raise ModelError(
-                f"{type(causal_lm(self.model)).__name__}: log-probabilities computed from the head's weight differ from "
-                f"the model's own logits (token {at}: {float(fused[at]):.4f} against {float(own[at]):.4f} nats). Its "
-                "forward does something to the logits that is not known here; please report the architecture"
+                f"{type(causal_lm(self.model)).__name__}: log-probabilities computed from the head's weight differ "
+                f"from the model's own logits (token {at}: {float(fused[at]):.4f} against {float(own[at]):.4f} nats). "
+                "Its forward does something to the logits that is not known here; please report the architecture"
             )
         if not self.dropout and not has_adapter_dropout(self.model):
             with torch.no_grad():
@@ -126,7 +126,7 @@ class Policy:
         with self.autocast():
             logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)[batch.positions]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return logits.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
+        return cast("Tensor", logits.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0])
 
 
 def _first_tokens(batch: Batch, tokens: int) -> Batch:

@@ -78,9 +78,10 @@ def token_logps(hidden: Hidden, head: Head, targets: Targets, chunk: int | None 
     chunk = chunk or max(16, CHUNK_BYTES // (4 * head.weight.shape[0]))
     dtype = _compute_dtype(hidden, head.weight)
     with torch.autocast(hidden.device.type, enabled=False):
-        return _TokenLogps.apply(
+        out: Tensor = _TokenLogps.apply(
             hidden.to(dtype), head.weight, head.bias, targets, head.scale, head.softcap, chunk
         )
+        return out
 
 
 def naive_token_logps(hidden: Hidden, head: Head, targets: Targets) -> TokenLogps:
@@ -123,7 +124,7 @@ class _TokenLogps(torch.autograd.Function):
         return logps
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         nothing = (None, None, None, None)
         if len(ctx.saved_tensors) == 1:
@@ -202,4 +203,5 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def chunks(total: int, chunk: int) -> Iterator[slice]:
+    """Slices of at most `chunk` that cover `range(total)`."""
     return (slice(start, min(start + chunk, total)) for start in range(0, total, chunk))

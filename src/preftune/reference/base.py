@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
@@ -33,6 +35,18 @@ class Reference(ABC):
     kind: str
 
     @abstractmethod
+    def active(self, model: nn.Module | None = None) -> AbstractContextManager[tuple[Policy, nn.Module | None]]:
+        """A context, without gradients and in eval mode, in which the policy it yields answers as the reference.
+
+        Args:
+            model: the policy's model inside its wrapper; yielded again where the reference lives in that model, else
+                None takes its place.
+        """
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What the reference is, in words, for summaries and for comparing runs."""
+
     def sequence_logps(self, batch: Batch, model: nn.Module | None = None) -> PerCompletion | None:
         """Log-probability of each completion, `[N]` nats without gradient; None for no reference.
 
@@ -40,12 +54,10 @@ class Reference(ABC):
             batch: on the model's device.
             model: the policy's model inside its wrapper, for references that live in it.
         """
+        with self.active(model) as (policy, wrapped):
+            return policy.sequence_logps(batch, wrapped)
 
-    @abstractmethod
-    def describe(self) -> str:
-        """What the reference is, in words, for summaries and for comparing runs."""
-
-    def to(self, device: torch.device) -> None:
+    def to(self, device: torch.device) -> None:  # noqa: B027 - most references own nothing
         """Move what the reference owns to `device`; those that live in the policy's model move with it."""
 
 
@@ -53,6 +65,9 @@ class NoReference(Reference):
     """For losses that use none."""
 
     kind = "none"
+
+    def active(self, model: nn.Module | None = None) -> AbstractContextManager[tuple[Policy, nn.Module | None]]:
+        raise ModelError("this run has no reference, so nothing can be scored by it; set reference.kind")
 
     def sequence_logps(self, batch: Batch, model: nn.Module | None = None) -> PerCompletion | None:
         return None
@@ -81,9 +96,10 @@ class AdapterOff(Reference):
             )
         self.policy = policy
 
-    def sequence_logps(self, batch: Batch, model: nn.Module | None = None) -> PerCompletion | None:
+    @contextmanager
+    def active(self, model: nn.Module | None = None) -> Iterator[tuple[Policy, nn.Module | None]]:
         with adapter_state(self.policy.model, None), evaluating(model or self.policy.model):
-            return self.policy.sequence_logps(batch, model)
+            yield self.policy, model
 
     def describe(self) -> str:
         return f"the base model {self.policy.name} (adapter switched off)"
@@ -104,9 +120,10 @@ class AdapterStart(Reference):
         self.adapter = active_adapter(policy.model)
         copy_as_reference(policy.model)
 
-    def sequence_logps(self, batch: Batch, model: nn.Module | None = None) -> PerCompletion | None:
+    @contextmanager
+    def active(self, model: nn.Module | None = None) -> Iterator[tuple[Policy, nn.Module | None]]:
         with adapter_state(self.policy.model, REFERENCE_ADAPTER), evaluating(model or self.policy.model):
-            return self.policy.sequence_logps(batch, model)
+            yield self.policy, model
 
     def describe(self) -> str:
         return f"the base model {self.policy.name} with the adapter as it was at the start"
@@ -135,9 +152,10 @@ class FrozenReference(Reference):
         self.policy = reference
         self.words = words
 
-    def sequence_logps(self, batch: Batch, model: nn.Module | None = None) -> PerCompletion | None:
+    @contextmanager
+    def active(self, model: nn.Module | None = None) -> Iterator[tuple[Policy, nn.Module | None]]:
         with evaluating(self.policy.model):
-            return self.policy.sequence_logps(batch)
+            yield self.policy, None
 
     def to(self, device: torch.device) -> None:
         self.policy.model.to(device)

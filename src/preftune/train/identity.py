@@ -26,7 +26,8 @@ def weights_checksum(model: nn.Module, trainable: bool | None = None) -> str:
         trainable: only those that are trained (True), only those that are not (False), or all (None).
     """
     digest = hashlib.blake2b(digest_size=12)
-    names, sums = [], []
+    names: list[str] = []
+    sums: list[Tensor] = []
     for name, parameter in model.named_parameters():
         if trainable is not None and parameter.requires_grad is not trainable:
             continue

@@ -9,6 +9,18 @@ from torch import Tensor
 
 SumAndCount = tuple[Tensor, Tensor]
 
+# Every metric of training and evaluation, and whether more of it is better.
+METRICS = {
+    "loss": False,
+    "rewards/chosen": True,
+    "rewards/rejected": False,
+    "rewards/margins": True,
+    "rewards/accuracies": True,
+    "logps/chosen": True,
+    "logps/rejected": False,
+    "kl": False,
+}
+
 
 class Meter:
     """Accumulates sums and counts on the device; reading them is the only synchronisation.

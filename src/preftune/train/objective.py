@@ -104,9 +104,7 @@ class Objective:
     def _groups(self, batch: Batch, policy: Tensor, ref: Tensor | None) -> list[SequenceLogps]:
         """One group per completion of an example: chosen and rejected, or the single one."""
         k = batch.per_example
-        return [
-            SequenceLogps(policy[i::k], None if ref is None else ref[i::k], batch.lengths[i::k]) for i in range(k)
-        ]
+        return [SequenceLogps(policy[i::k], None if ref is None else ref[i::k], batch.lengths[i::k]) for i in range(k)]
 
     def _metrics(self, batch: Batch, groups: list[SequenceLogps], z_ref: Tensor | None) -> dict[str, SumAndCount]:
         """Names as in the documentation's table; rewards are `beta * logratios`."""
@@ -125,8 +123,7 @@ class Objective:
         if batch.labels is None:
             margins = beta * (groups[0].logratios - groups[1].logratios)
             metrics["rewards/margins"] = masked(margins, batch.real)
-            total = sum(group.logratios for group in groups) / len(groups)
-            metrics["kl"] = masked(total, batch.real)
+            metrics["kl"] = masked((groups[0].logratios + groups[1].logratios) / 2, batch.real)
         else:
             baseline = 0.0 if z_ref is None else z_ref
             margins = torch.where(batch.labels, 1, -1) * (groups[0].logratios - baseline)

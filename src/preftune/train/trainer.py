@@ -7,6 +7,7 @@ gets, how evaluation averages, and what makes a checkpoint the right one to resu
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, get_last_checkpoint
 
 from preftune.data import PreferenceDataset, StepSampler, collate
 from preftune.errors import ConfigError, TrainingError
-from preftune.models.adapters import active_adapter, is_adapted
+from preftune.models.adapters import is_adapted, save_adapter
 from preftune.train.callbacks import MetricsFile, RichBar, Throughput, use_own_progress
+from preftune.train.guards import Datasets, check_arguments, check_layout, non_finite
 from preftune.train.identity import Identity, require_same_run, save_identity, weights_checksum
 from preftune.train.loader import StepLoader
 from preftune.train.metrics import Meter
@@ -30,8 +32,9 @@ from preftune.types import Batch, Origin
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 COUNTS = ("examples", "completion_tokens")
-Datasets = PreferenceDataset | dict[str, PreferenceDataset]
 
 
 @dataclass
@@ -63,6 +66,11 @@ class PreferenceTrainer(Trainer):
     # The loss handed back is already that of the whole step's count; the loop must not divide it again.
     loss_is_scaled_for_ga = True
 
+    # Attributes of the base class, which is not typed here.
+    control: Any
+    model: Any
+    model_wrapped: Any
+
     def __init__(
         self,
         objective: Objective,
@@ -73,7 +81,7 @@ class PreferenceTrainer(Trainer):
         callbacks: Sequence[TrainerCallback] = (),
         run: Identity | None = None,
     ) -> None:
-        _check(objective, args, train_dataset, eval_dataset)
+        check_arguments(objective, args, train_dataset, eval_dataset)
         self.objective = objective
         # The identity covers what does not move: the frozen weights, or all of them before the first step.
         self.identity = {
@@ -94,6 +102,10 @@ class PreferenceTrainer(Trainer):
             processing_class=tokenizer or objective.policy.tokenizer,
             callbacks=[MetricsFile(args.output_dir), *callbacks],
         )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ConfigError(
+                "FSDP and DeepSpeed are not supported yet; start with torchrun and without their settings"
+            )
         use_own_progress(self)
         objective.reference.to(args.device)
         objective.policy.self_check(self._prepare_inputs(collate([train_dataset[0]])))
@@ -112,7 +124,7 @@ class PreferenceTrainer(Trainer):
             chosen = cast("dict[str, PreferenceDataset]", self.eval_dataset)[chosen]
         if not isinstance(chosen, PreferenceDataset):
             raise ConfigError("evaluation needs a PreferenceDataset (see tokenize_examples)")
-        _check_layout(self.objective, chosen)
+        check_layout(self.objective, chosen)
         return self._loader(chosen, self.args.eval_batch_size, None)
 
     def _loader(self, dataset: PreferenceDataset, batch_size: int, seed: int | None) -> StepLoader:
@@ -167,7 +179,7 @@ class PreferenceTrainer(Trainer):
         own = torch.stack(terms).sum(0)
         meter.add({"kl": (own[0], own[1])})
         total, count = self._sum_over_ranks(own)
-        return (total / count.clamp(min=1)).clamp(min=0)
+        return cast("Tensor", (total / count.clamp(min=1)).clamp(min=0))
 
     def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
         return cast("Tensor", self.accelerator.reduce(tensor, "sum")) if self.args.world_size > 1 else tensor
@@ -179,7 +191,7 @@ class PreferenceTrainer(Trainer):
         bad = torch.stack([(~values.isfinite()).sum() for values, _ in suspects]).sum().float()
         bad = self._sum_over_ranks(bad) + ~torch.isfinite(torch.as_tensor(norm, device=bad.device))
         if float(bad):  # the step's one synchronisation for this
-            raise TrainingError(_non_finite(self.state.global_step + 1, suspects, norm))
+            raise TrainingError(non_finite(self.state.global_step + 1, suspects, norm))
         return norm
 
     # Metrics and evaluation
@@ -233,29 +245,46 @@ class PreferenceTrainer(Trainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Six operations per token and weight, by the usual estimate."""
-        return 6 * inputs.input_ids.numel() * sum(p.numel() for p in self.model.parameters())
+        weights: int = sum(p.numel() for p in self.model.parameters())
+        return 6 * int(inputs.input_ids.numel()) * weights
 
     # Checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         """Train, or go on from a checkpoint (True: the last one in the output folder).
 
-        Raises `TrainingError` when the checkpoint was saved by a run with another loss, data, base or reference.
+        Raises `TrainingError` when the checkpoint was saved by a run with another loss, data, base or reference. A
+        checkpoint that has all its steps already is loaded, and no step is taken.
         """
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
-            if resume_from_checkpoint is None:
-                raise ConfigError(f"{self.args.output_dir}: no checkpoint to resume from")
-        if isinstance(resume_from_checkpoint, str):
-            if not os.path.isdir(resume_from_checkpoint):
-                raise ConfigError(f"{resume_from_checkpoint}: no such checkpoint folder")
-            require_same_run(self.identity, resume_from_checkpoint)
+        checkpoint = self._checkpoint(resume_from_checkpoint)
+        if checkpoint is not None:
+            require_same_run(self.identity, checkpoint)
+            saved = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
+            *_, max_steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
+            if saved.global_step >= max_steps:
+                logger.warning("nothing left to do: %s is at step %d of %d", checkpoint, saved.global_step, max_steps)
+                self._load_from_checkpoint(checkpoint)
+                self.state = saved
+                return TrainOutput(saved.global_step, float("nan"), {})
         try:
-            return cast("TrainOutput", super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs))
+            return cast("TrainOutput", super().train(resume_from_checkpoint=checkpoint, **kwargs))
         finally:
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, RichBar):
                     callback.close()
+
+    def _checkpoint(self, resume: str | bool | None) -> str | None:
+        if not resume:
+            return None
+        folder = get_last_checkpoint(self.args.output_dir) if resume is True else str(resume)
+        if folder is None or not os.path.isfile(os.path.join(folder, "trainer_state.json")):
+            where = (
+                f"{self.args.output_dir}: no checkpoint to resume from"
+                if resume is True
+                else f"{resume}: no checkpoint"
+            )
+            raise ConfigError(f"training.resume_from_checkpoint: {where}")
+        return folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
@@ -267,52 +296,12 @@ class PreferenceTrainer(Trainer):
         """Save the trained adapter alone: a frozen copy kept as reference is no part of the result."""
         unwrapped = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         if not is_adapted(unwrapped):
-            return super()._save(output_dir, state_dict)
+            super()._save(output_dir, state_dict)
+            return
         output_dir = output_dir or self.args.output_dir
         if not self.args.should_save:
-            return None
-        unwrapped.save_pretrained(
-            output_dir,
-            state_dict=state_dict,
-            selected_adapters=[active_adapter(unwrapped)],
-            save_embedding_layers=False,
-        )
+            return
+        save_adapter(unwrapped, output_dir, state_dict)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(output_dir)
         torch.save(self.args, os.path.join(output_dir, "training_args.bin"))
-        return None
-
-
-def _check(
-    objective: Objective, args: TrainingArguments, train_dataset: PreferenceDataset, eval_dataset: Datasets | None
-) -> None:
-    if args.remove_unused_columns:
-        raise ConfigError("training.remove_unused_columns: batches have no columns to remove; set it to false")
-    if args.logging_nan_inf_filter:
-        raise ConfigError("training.logging_nan_inf_filter: would hide a non-finite loss; set it to false")
-    sets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset] if eval_dataset else []
-    for dataset in [train_dataset, *sets]:
-        _check_layout(objective, dataset)
-    if args.n_gpu > 1:
-        args._n_gpu = 1  # one process, one device: nn.DataParallel averages losses over replicas
-
-
-def _check_layout(objective: Objective, dataset: PreferenceDataset) -> None:
-    spec = objective.loss.spec
-    if dataset.layout != spec.layout:
-        cure = "use to_unpaired" if spec.layout == "unpaired" else "give rows with prompt, chosen, rejected"
-        raise ConfigError(f"loss.name: {spec.name} takes {spec.layout} rows, the data is {dataset.layout}; {cure}")
-    if spec.needs_kl_baseline and all(example.mismatched is None for example in dataset.examples):
-        raise ConfigError(f"loss.name: {spec.name} needs mismatched pairs; give tokenize_examples a mismatched_seed")
-
-
-def _non_finite(step: int, suspects: list[tuple[Tensor, list[Origin]]], norm: Any) -> str:
-    values = torch.cat([v for v, _ in suspects])
-    origins = [origin for _, rows in suspects for origin in rows]
-    bad = [str(origin) for origin, fine in zip(origins, values.isfinite().tolist(), strict=True) if not fine]
-    what = f"loss not finite for {', '.join(bad)}" if bad else f"gradient norm is {float(norm)}"
-    rows = ", ".join(map(str, origins[:16])) + (" ..." if len(origins) > 16 else "")
-    return (
-        f"step {step}: {what}; the optimizer's step was not taken. Rows of the step on this rank: {rows}. Look at these "
-        "rows, lower training.learning_rate, or raise model.dtype"
-    )

@@ -1,0 +1,5 @@
+"""`python -m preftune`."""
+
+from preftune.cli import main
+
+main()

@@ -1,0 +1,18 @@
+"""From a configuration to objects. The only place that knows everything."""
+
+from preftune.build.data import Data, prepare_data
+from preftune.build.objective import make_objective
+from preftune.build.results import finish, report_again
+from preftune.build.run import Run, build, claim_folder, describe_processes
+
+__all__ = [
+    "Data",
+    "Run",
+    "build",
+    "claim_folder",
+    "describe_processes",
+    "finish",
+    "make_objective",
+    "prepare_data",
+    "report_again",
+]

@@ -1,0 +1,54 @@
+"""What a run leaves behind: the adapter or model, the report, the model card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from preftune.build.run import Run
+from preftune.errors import ConfigError
+from preftune.report import RunReport, Sample, before_and_after, model_card, read_metrics, write_report
+from preftune.train.callbacks import METRICS_FILE
+
+FACTS_FILE = "facts.json"
+
+
+def finish(
+    run: Run,
+    figures: Mapping[str, tuple[float | None, float | None]] | None = None,
+    samples: Sequence[Sample] = (),
+    notes: Sequence[str] = (),
+) -> None:
+    """Save the adapter or model, the tokenizer, `report.html` and the model card (on the first process)."""
+    folder = run.config.folder
+    run.trainer.save_model(str(folder))
+    if not run.trainer.is_world_process_zero():
+        return
+    facts = run.facts()
+    (folder / FACTS_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    page = run.report(folder.name, figures, samples, notes)
+    write_report([page], folder / "report.html", f"preftune: {folder.name}")
+    card = model_card(
+        name=folder.name,
+        base_model=run.config.model.name,
+        adapter=run.config.model.adapter is not None,
+        loss=run.objective.loss.name,
+        facts=facts,
+        figures={name: after for name, (_, after) in page.figures.items() if after is not None},
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def report_again(folder: Path) -> Path:
+    """Write `report.html` of a finished or running run anew from its metrics; returns its path."""
+    path = folder / METRICS_FILE
+    if not path.exists():
+        raise ConfigError(f"{folder}: no {METRICS_FILE} there; give a run's output folder")
+    history = read_metrics(path)
+    facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8")) if (folder / FACTS_FILE).exists() else {}
+    page = RunReport(
+        name=folder.name, history=history, facts=facts, figures=before_and_after(history), samples=(), notes=()
+    )
+    write_report([page], folder / "report.html", f"preftune: {folder.name}")
+    return folder / "report.html"

@@ -1,0 +1,159 @@
+"""A whole run from its configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from preftune.build.data import Data, prepare_data
+from preftune.build.objective import make_objective
+from preftune.config import RunConfig, dump_yaml, training_arguments
+from preftune.errors import ConfigError
+from preftune.models.policy import trainable_parameters
+from preftune.report import RunReport, Sample, before_and_after, read_metrics
+from preftune.train import Objective, PreferenceTrainer
+from preftune.train.callbacks import METRICS_FILE
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+CONFIG_FILE = "config.yaml"
+
+
+@dataclass
+class Run:
+    """Everything a run needs, ready to train."""
+
+    config: RunConfig
+    data: Data
+    objective: Objective
+    trainer: PreferenceTrainer
+
+    def facts(self) -> dict[str, str]:
+        """What the run is, in words: for the summary, the report and the model card."""
+        policy, model = self.objective.policy, self.config.model
+        trained = sum(p.numel() for _, p in trainable_parameters(policy.model))
+        total = sum(p.numel() for p in policy.model.parameters())
+        loss = self.objective.loss
+        args = self.trainer.args
+        step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        facts = {
+            "base model": model.name + (f" at {model.revision}" if model.revision else ""),
+            "trained": f"{_adapter_words(self.config)}: {trained:,} of {total:,} parameters, stored in float32, "
+            f"computing in {model.dtype}",
+            "reference": self.objective.reference.describe(),
+            "loss": f"{loss.name} ({', '.join(f'{k} {v:g}' for k, v in loss.parameters.items())})",
+            "data": f"{self.config.data.train}: {len(self.data.train)} {self.data.train.layout} rows for training"
+            + (f", {len(self.data.eval)} for evaluation" if self.data.eval else ""),
+            "step": f"{step} rows ({args.per_device_train_batch_size} a micro-batch x "
+            f"{args.gradient_accumulation_steps} accumulated x {args.world_size} processes), "
+            f"learning rate {args.learning_rate:g}",
+        }
+        if model.trainable_dtype != "float32":
+            facts["trained"] = facts["trained"].replace("stored in float32", f"stored in {model.trainable_dtype}")
+        if model.adapter is not None:
+            facts["to load"] = _stacked_on(self.config)
+        return facts
+
+    def train(self) -> bool:
+        """Train, or go on where `training.resume_from_checkpoint` says. False where no step was left to take."""
+        output = self.trainer.train(
+            resume_from_checkpoint=getattr(self.config.training, "resume_from_checkpoint", None)
+        )
+        return bool(output.metrics)
+
+    def report(
+        self,
+        name: str,
+        figures: Mapping[str, tuple[float | None, float | None]] | None = None,
+        samples: Sequence[Sample] = (),
+        notes: Sequence[str] = (),
+    ) -> RunReport:
+        """This run for the HTML page; `figures` (before, after) default to the first and last evaluation."""
+        history = read_metrics(self.config.folder / METRICS_FILE)
+        return RunReport(
+            name=name,
+            history=history,
+            facts=self.facts(),
+            figures=before_and_after(history) if figures is None else figures,
+            samples=samples,
+            notes=notes,
+        )
+
+
+def build(
+    config: RunConfig,
+    callbacks: Sequence[TrainerCallback] = (),
+    announce: Callable[[str], None] = lambda line: None,
+) -> Run:
+    """Check, read and load everything a run needs, cheap things first.
+
+    Order: the model's configuration and tokenizer, then all data (so that bad rows are known before a weight is
+    loaded), then the model, the reference and the trainer.
+
+    Args:
+        config: the run.
+        callbacks: transformers' callbacks to add.
+        announce: is told what was read, line by line, as soon as it is known.
+    """
+    data = prepare_data(config)
+    for line in data.lines():
+        announce(line)
+    objective = make_objective(config)
+    args = training_arguments(str(config.folder), **config.training.model_dump())
+    trainer = PreferenceTrainer(
+        objective,
+        args,
+        data.train,
+        data.eval,
+        objective.policy.tokenizer,
+        callbacks,
+        run={"adapter": None if config.model.adapter is None else config.model.adapter.model_dump(exclude={"path"})},
+    )
+    return Run(config, data, objective, trainer)
+
+
+def claim_folder(config: RunConfig) -> None:
+    """Make the output folder and save the resolved configuration; refuse to write over another run unasked."""
+    folder = config.folder
+    resuming = bool(getattr(config.training, "resume_from_checkpoint", None))
+    if (folder / CONFIG_FILE).exists() and not (resuming or config.overwrite):
+        raise ConfigError(
+            f"output_dir: {folder} holds a run already; choose another, set overwrite: true to start anew in it, or "
+            "training.resume_from_checkpoint: true to go on"
+        )
+    if int(os.environ.get("RANK", "0")) == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / CONFIG_FILE).write_text(dump_yaml(config.resolved()), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"output_dir: {folder} cannot be written ({error.strerror})") from None
+
+
+def describe_processes() -> list[str]:
+    """A line for those who have more devices than this run uses."""
+    import torch
+
+    devices = torch.cuda.device_count()
+    if devices > 1 and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return [f"using one of {devices} devices; for all: torchrun --nproc-per-node {devices} -m preftune train ..."]
+    return []
+
+
+def _adapter_words(config: RunConfig) -> str:
+    a: Any = config.model.adapter
+    if a is None:
+        return "all weights"
+    if a.path is not None:
+        return f"the adapter {a.path}"
+    targets = a.target_modules if isinstance(a.target_modules, str) else ", ".join(a.target_modules)
+    return f"{'DoRA' if a.dora else 'LoRA'} r={a.r} alpha={a.alpha:g} on {targets}"
+
+
+def _stacked_on(config: RunConfig) -> str:
+    a = config.model.adapter
+    assert a is not None
+    start = f" (it goes on from {a.path} and replaces it)" if a.path else ""
+    return f"the saved adapter goes on top of {config.model.name}{start}"

@@ -1,0 +1,37 @@
+"""Shared set-up: one thread, shapes checked at run time, a tiny Llama and a tiny tokenizer."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from jaxtyping import install_import_hook
+
+# Every annotated shape in these packages is checked at each call while the tests run.
+install_import_hook(["preftune.ops", "preftune.losses"], "beartype.beartype")
+
+import pytest
+import torch
+
+import tiny
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tokenizer():
+    return tiny.tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """TINY saved as a folder with its tokenizer, as a user's model would be."""
+    folder = tmp_path_factory.mktemp("tiny-model")
+    tiny.llama().save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
