@@ -14,7 +14,12 @@ from rich.console import Console
 from preftune import __version__
 from preftune.errors import PreftuneError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Tune language models on preferences, offline.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Tune language models on preferences, offline.",
+)
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 app.add_typer(config_app, name="config")
 
@@ -123,22 +128,15 @@ def _quiet() -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point. Exit codes: 0; 2 for a user's mistake; 1 for a run that had to stop; 130 when interrupted."""
-    import click
-
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
-    arguments = [a for a in arguments if a != "--debug"]
     try:
-        code = app(args=arguments, standalone_mode=False)
+        app(args=[a for a in arguments if a != "--debug"])  # exits by itself, also for a wrong command or option
     except PreftuneError as error:
         if debug:
             raise
         print(f"error: {error}", file=sys.stderr)
-        code = error.exit_code
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except (KeyboardInterrupt, click.Abort):
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        code = 130
-    sys.exit(code if isinstance(code, int) else 0)
+        sys.exit(130)

@@ -31,8 +31,8 @@ def entries(folder):
 def test_every_loss_learns_and_reports(tmp_path, loss):
     data = tiny.rows(8, tiny.loss_layout(loss))
     fit = tiny.trainer(
-        tmp_path, tiny.objective(loss, LORA), data, data, optim="adamw_torch", max_steps=20, learning_rate=3e-2, eval_strategy="steps",
-        eval_steps=10, per_device_train_batch_size=8,
+        tmp_path, tiny.objective(loss, LORA), data, data, optim="adamw_torch", max_steps=20, learning_rate=3e-2,
+        eval_strategy="steps", eval_steps=10, per_device_train_batch_size=8,
     )  # fmt: skip
     fit.train()
     written = entries(tmp_path)

@@ -43,8 +43,8 @@ def prepare_data(config: RunConfig) -> Data:
     """Read and tokenise the rows, knowing the tokenizer and the model's configuration only."""
     model = config.model
     name = resolve(model.name)
-    tokenizer = load_tokenizer(name, model.revision, model.chat_template, model.trust_remote_code)
     limit = _max_length(config, load_config(name, model.revision, model.trust_remote_code))
+    tokenizer = load_tokenizer(name, model.revision, model.chat_template, model.trust_remote_code)
     loss = config.loss.make()
     loaded = _of_layout(load_examples(resolve(config.data.train), config.data.split), loss, config.data.train)
     held_out: Loaded | None = None

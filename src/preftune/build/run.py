@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from transformers import set_seed
+
 from preftune.build.data import Data, prepare_data
 from preftune.build.objective import make_objective
 from preftune.config import RunConfig, dump_yaml, training_arguments
@@ -101,8 +103,9 @@ def build(
     data = prepare_data(config)
     for line in data.lines():
         announce(line)
-    objective = make_objective(config)
     args = training_arguments(str(config.folder), **config.training.model_dump())
+    set_seed(args.seed)  # a new adapter starts from random values: the same for the same seed, on every process
+    objective = make_objective(config)
     trainer = PreferenceTrainer(
         objective,
         args,
@@ -117,6 +120,8 @@ def build(
 
 def claim_folder(config: RunConfig) -> None:
     """Make the output folder and save the resolved configuration; refuse to write over another run unasked."""
+    if int(os.environ.get("RANK", "0")) != 0:
+        return  # the first process decides and writes; the launcher ends the others with it
     folder = config.folder
     resuming = bool(getattr(config.training, "resume_from_checkpoint", None))
     if (folder / CONFIG_FILE).exists() and not (resuming or config.overwrite):
@@ -124,12 +129,11 @@ def claim_folder(config: RunConfig) -> None:
             f"output_dir: {folder} holds a run already; choose another, set overwrite: true to start anew in it, or "
             "training.resume_from_checkpoint: true to go on"
         )
-    if int(os.environ.get("RANK", "0")) == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / CONFIG_FILE).write_text(dump_yaml(config.resolved()), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"output_dir: {folder} cannot be written ({error.strerror})") from None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_FILE).write_text(dump_yaml(config.resolved()), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"output_dir: {folder} cannot be written ({error.strerror})") from None
 
 
 def describe_processes() -> list[str]:

@@ -2,7 +2,8 @@
 
 About 20 people rated each sentence from -4 (most negative) to +4 (most positive); the mean is the judgement (Hutto and
 Gilbert 2014, in the source distribution of vaderSentiment). A sentence's first word is the prompt and the rest its
-completion, so that sentences share prompts: pairs under one prompt for DPO, other prompts to borrow from for KTO.
+completion ("Movie review: The" + " plot is ..."), so that sentences share prompts: pairs under one prompt for DPO,
+other prompts to borrow from for KTO.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from preftune.errors import DataError
 LENGTHS = (25, 80)  # characters
 CLEAR = 1.5  # a mean rating at least this far from 0 says something
 PER_CLASS = 6  # sentences of each sign a prompt needs to be used
-HELD_OUT = 1 / 3
+HELD_OUT = 0.28
+OPENING = "Movie review: "
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,12 @@ def read_sentences(path: Path) -> list[Sentence]:
         first, space, rest = text.strip().partition(" ")
         if LENGTHS[0] <= len(text) <= LENGTHS[1] and abs(value) >= CLEAR and space and text not in seen:
             seen.add(text)
-            groups[first].append(Sentence(first, f" {rest}", value))
+            groups[first].append(Sentence(OPENING + first, f" {rest}", value))
     return [sentence for group in groups.values() if min(_signs(group)) >= PER_CLASS for sentence in group]
 
 
 def split(sentences: list[Sentence], seed: int) -> tuple[Split, Split]:
-    """Training and held-out splits with no sentence in both, a third of each prompt's sentences held out."""
+    """Training and held-out splits with no sentence in both; of each prompt's sentences the same share is held out."""
     rng = random.Random(f"preftune-reviews-{seed}")
     parts: tuple[list[Sentence], list[Sentence]] = ([], [])
     pairs: tuple[list[tuple[Sentence, Sentence]], list[tuple[Sentence, Sentence]]] = ([], [])
@@ -76,12 +78,15 @@ def split(sentences: list[Sentence], seed: int) -> tuple[Split, Split]:
             pairs[part].extend(zip(a, b, strict=False))
     for rows in (*parts, *pairs):
         rng.shuffle(rows)
+    # Held-out rows of like length side by side: less padding when they are scored.
+    parts[1].sort(key=lambda s: len(s.completion))
+    pairs[1].sort(key=lambda pair: max(len(s.completion) for s in pair))
     return Split(parts[0], pairs[0]), Split(parts[1], pairs[1])
 
 
-def write_unpaired(part: Split, path: Path) -> None:
-    """Single sentences with the sign of their rating as the label."""
-    rows = [{"prompt": s.prompt, "completion": s.completion, "label": s.rating > 0} for s in part.sentences]
+def write_unpaired(part: Split, path: Path, every: int = 1) -> None:
+    """Single sentences with the sign of their rating as the label; of `every` n sentences one."""
+    rows = [{"prompt": s.prompt, "completion": s.completion, "label": s.rating > 0} for s in part.sentences[::every]]
     _write(rows, path)
 
 

@@ -24,9 +24,10 @@ SEED = 0
 KL_SAMPLES = 64
 KL_SAMPLES_ON_THE_WAY = 16
 SHOWN_SAMPLES = 6
+KTO_EVALUATED = 6  # one in so many held-out sentences is scored while KTO trains; its pairs are all scored at the end
 ADAPTER = {"r": 16, "alpha": 32, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 TRAINING: dict[str, dict[str, Any]] = {
-    "kto": {"per_device_train_batch_size": 16, "max_steps": 50},
+    "kto": {"per_device_train_batch_size": 8, "max_steps": 50},
     "dpo": {"per_device_train_batch_size": 4, "max_steps": 50},
 }
 WHAT = {
@@ -57,7 +58,7 @@ class _SampledKl(TrainerCallback):
         """Sample, measure and log."""
         if self.run is not None:
             policy, reference = self.run.objective.policy, self.run.objective.reference
-            value = sampled_kl(policy, reference, self.prompts[:KL_SAMPLES_ON_THE_WAY], SEED)
+            value = sampled_kl(policy, reference, self.prompts[:: len(self.prompts) // KL_SAMPLES_ON_THE_WAY], SEED)
             self.run.trainer.log({"eval_sampled_kl": value})
 
 
@@ -71,9 +72,10 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
         f"{len({s.prompt for s in train.sentences})} prompts",
         highlight=False,
     )
-    for name, part in (("train", train), ("held-out", held_out)):
-        write_unpaired(part, folder / "data" / f"kto-{name}.jsonl")
-        write_paired(part, folder / "data" / f"dpo-{name}.jsonl")
+    write_unpaired(train, folder / "data" / "kto-train.jsonl")
+    write_paired(train, folder / "data" / "dpo-train.jsonl")
+    write_unpaired(held_out, folder / "data" / "kto-held-out.jsonl", every=KTO_EVALUATED)
+    write_paired(held_out, folder / "data" / "dpo-held-out.jsonl")
     outcomes = {name: _one(name, model, folder, console) for name in ("kto", "dpo")}
     summary = {
         name: {"before": o.before, "after": o.after, "seconds": round(o.seconds, 1)} for name, o in outcomes.items()
@@ -104,7 +106,7 @@ def _one(name: str, model: Path, folder: Path, console: Console) -> Outcome:
             "training": {
                 **TRAINING[name],
                 "learning_rate": 5e-4,
-                "lr_scheduler_type": "linear",
+                "lr_scheduler_type": "constant_with_warmup",
                 "warmup_steps": 5,
                 "logging_steps": 1,
                 "eval_strategy": "steps",
@@ -145,7 +147,8 @@ def _pairs(run: Run, folder: Path) -> tuple[PreferenceDataset, list[list[int]]]:
     assert tokenizer is not None
     loaded = load_examples(folder / "data" / "dpo-held-out.jsonl")
     pairs, _ = tokenize_examples(loaded, tokenizer, max_length=512, source="held-out pairs")
-    return pairs, [list(example.prompt_ids) for example in pairs.examples][:KL_SAMPLES]
+    step = len(pairs) / KL_SAMPLES
+    return pairs, [list(pairs[int(i * step)].prompt_ids) for i in range(KL_SAMPLES)]
 
 
 def _measure(run: Run, pairs: PreferenceDataset, prompts: list[list[int]]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 
 from preftune.errors import DataError
 from preftune.report.metrics import History
-from preftune.report.style import CHOSEN, DASHED, MUTED, REJECTED, TRAINING, Axes, Curve, draw, png, styled
+from preftune.report.style import CHOSEN, DASHED, REJECTED, TRAINING, Axes, Curve, draw, png, styled
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ PANELS: Mapping[str, Panel] = {
     "logps": Panel("Log-probability of completions", (Axes("log-probability (nats)", _both("logps")),)),
     "optimizer": Panel(
         "Learning rate and gradient norm",
-        (Axes("learning rate", (Curve("learning_rate"),)), Axes("gradient norm", (Curve("grad_norm"),))),
+        (Axes("learning rate", (Curve("learning_rate", noisy=False),)), Axes("gradient norm", (Curve("grad_norm"),))),
     ),
 }
 # What the overview shows.
@@ -121,7 +121,9 @@ def overview(history: History, title: str | None = None) -> bytes:
     """
     panels = [(panel.title, axes) for name in MAIN for panel in [PANELS[name]] for axes in panel.shown(history)]
     if not panels:
-        raise DataError("the metrics hold no loss, reward or KL to draw; log at least one step (training.logging_steps)")
+        raise DataError(
+            "the metrics hold no loss, reward or KL to draw; log at least one step (training.logging_steps)"
+        )
     columns = min(3, len(panels) + 1)
     rows = math.ceil((len(panels) + 1) / columns)
     with styled():
@@ -145,18 +147,23 @@ def _legend(figure: Any, axes: Any) -> None:
     if max(len(labels) for _, labels in found) < 2:
         return
     handles = {label: handle for pair in found for handle, label in zip(*pair, strict=True)}
-    columns = 2 if len(handles) == 4 else min(3, len(handles))
+    columns = 3 if len(handles) == 3 else 2  # chosen in the first column, rejected in the second
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
 
 
 def _key(ax: Any, drawn: Any) -> None:
-    """The overview's one legend, in a cell of its own: every kind of curve once, chosen and rejected apart."""
-    handles: dict[str, Any] = {}
+    """The overview's one legend, in a cell of its own: every kind of curve once, chosen and rejected last."""
+    plain: dict[str, Any] = {}
+    sides: dict[str, Any] = {}
     for panel in drawn:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    if any(label.endswith("(smoothed)") for label in handles):
-        handles["single training entries"] = Line2D([], [], color=TRAINING, alpha=0.4, linewidth=0.8)
-    legend = ax.legend(handles.values(), handles.keys(), loc="center left", fontsize=9, labelspacing=0.75)
-    for text in legend.get_texts():
-        text.set_color(MUTED)
+            side = label.split(",")[0]
+            if side in ("chosen", "rejected"):
+                sides.setdefault(side, handle)
+            else:
+                plain.setdefault(label, handle)
+                if label.endswith("(smoothed)"):
+                    light = Line2D([], [], color=TRAINING, alpha=0.45, linewidth=0.8)
+                    plain.setdefault("training, each entry", light)
+    handles = plain | sides
+    ax.legend(handles.values(), handles.keys(), loc="center left", fontsize=9.5, labelspacing=0.9, handlelength=3)

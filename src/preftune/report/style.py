@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,13 +32,14 @@ MANY_POINTS = 30
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric on a set of axes. Without a label its colour is that of training and evaluation."""
+    """A metric on a set of axes. Without a label its colours are those of training and evaluation."""
 
     metric: str
     label: str = ""
     colour: str = ""
     dashes: Any = SOLID
     filled: bool = True
+    noisy: bool = True
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def styled() -> Iterator[None]:
             "legend.columnspacing": 1.6,
             "figure.constrained_layout.use": True,
             "figure.constrained_layout.h_pad": 0.06,
-            "figure.constrained_layout.w_pad": 0.06,
+            "figure.constrained_layout.w_pad": 0.11,
         }
     ):
         yield
@@ -115,7 +117,6 @@ def draw(ax: Any, spec: Axes, history: History) -> None:
     gaps: set[int] = set()
     for curve in spec.curves:
         gaps |= _training(ax, curve, *history.series(curve.metric))
-    for curve in spec.curves:
         for i, prefix in enumerate(history.eval_prefixes):
             gaps |= _evaluation(ax, curve, i, set_name(prefix), *history.series(f"{prefix}_{curve.metric}"))
     if gaps:  # what is not finite has no height, and must not look like something that was not measured
@@ -124,23 +125,24 @@ def draw(ax: Any, spec: Axes, history: History) -> None:
         ax.plot(at, [0.03] * len(at), "x", color="#B00020", ms=5, transform=ax.get_xaxis_transform(), label=label)
     ax.set_ylabel(spec.ylabel)
     ax.margins(x=0.02)
-    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     if spec.limits is None:
         formatter = ScalarFormatter(useOffset=False, useMathText=True)
         formatter.set_powerlimits((-2, 5))
         ax.yaxis.set_major_formatter(formatter)
-        ax.yaxis.set_major_locator(MaxNLocator(6))
+        ax.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]))
     else:
-        ax.set_ylim(*spec.limits)
+        low, high = spec.limits
+        ax.set_ylim(low, high + 0.02 * (high - low))  # a line at the limit keeps its width
         ax.set_yticks(np.linspace(*spec.limits, 5))
 
 
 def smooth(values: Sequence[float]) -> np.ndarray:
-    """Centred mean with Gaussian weights (deviation 1/40 of the length), over finite values; gaps stay gaps."""
+    """Centred mean with Gaussian weights (deviation 1/30 of the length), over finite values; gaps stay gaps."""
     numbers = _finite(values)
     known = ~np.isnan(numbers)
-    sigma = max(1.5, len(numbers) / 40)
+    sigma = max(1.5, len(numbers) / 30)
     offsets = np.arange(-int(3 * sigma), int(3 * sigma) + 1)
     weights = np.exp(-0.5 * (offsets / sigma) ** 2)
     total = np.convolve(np.where(known, numbers, 0), weights, mode="same")
@@ -153,13 +155,11 @@ def _training(ax: Any, curve: Curve, steps: list[int], values: list[float]) -> s
         return set()
     colour, numbers = curve.colour or TRAINING, _finite(values)
     label = f"{curve.label}, training" if curve.label else "training"
-    if len(steps) > MANY_POINTS:
+    if len(steps) > MANY_POINTS and curve.noisy:
         ax.plot(steps, numbers, color=colour, alpha=0.28, linewidth=0.8, zorder=2)
         numbers, label = smooth(values), label + " (smoothed)"
     marker = "." if len(steps) == 1 else None
-    ax.plot(
-        steps, numbers, color=colour, linestyle=curve.dashes, linewidth=1.7, marker=marker, label=label, zorder=3
-    )
+    ax.plot(steps, numbers, color=colour, linestyle=curve.dashes, linewidth=1.7, marker=marker, label=label, zorder=3)
     return _gaps(steps, values)
 
 
@@ -167,7 +167,7 @@ def _evaluation(ax: Any, curve: Curve, index: int, name: str, steps: list[int], 
     if not steps:
         return set()
     colour = curve.colour or EVALUATION[index % len(EVALUATION)]
-    label = f"evaluation {name}".rstrip()
+    label = f"evaluation: {textwrap.shorten(name, 24, placeholder='…')}" if name else "evaluation"
     ax.plot(
         steps,
         _finite(values),

@@ -1,0 +1,240 @@
+"""The command: runs, messages, exit codes, what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import tiny
+from preftune.cli import main
+from preftune.data import collate
+from preftune.models import Policy
+
+
+def run(capsys, *arguments):
+    """Exit code, standard output and standard error of `preftune ARGUMENTS`."""
+    with pytest.raises(SystemExit) as stop:
+        main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    return stop.value.code, out, err
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+@pytest.fixture
+def project(tmp_path, tiny_folder):
+    """A folder with paired and unpaired data and a run file, as a user's would be."""
+    words = ["cat", "mat", "sky", "sea", "film", "blue", "green", "what", "sat", "like"]
+    pairs = [
+        {
+            "prompt": [turn("user", f"the {word}")],
+            "chosen": [turn("assistant", f"is {word}")],
+            "rejected": [turn("assistant", "no")],
+        }
+        for word in words
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    config = {
+        "model": {"name": str(tiny_folder), "dtype": "float32", "adapter": {"r": 4, "target_modules": ["q_proj"]}},
+        "data": {"train": str(tmp_path / "pairs.jsonl"), "eval": 0.2, "max_length": 128},
+        "loss": {"name": "dpo", "beta": 0.1},
+        "training": {"use_cpu": True, "max_steps": 4, "logging_steps": 1, "learning_rate": 1e-2, "eval_strategy": "no"},
+        "output_dir": str(tmp_path / "out"),
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path
+
+
+def test_train_leaves_a_result_that_plain_peft_loads(project, capsys):
+    import peft
+
+    code, out, err = run(capsys, "train", project / "run.yaml", "training.eval_strategy=steps", "training.eval_steps=2")
+    assert code == 0, err
+    folder = project / "out"
+    assert "8 usable of 8 rows" in out
+    assert "reference: the base model" in out
+    assert "step 4/4  loss" in out
+    assert f"saved in {folder}" in out
+    names = {path.name for path in folder.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "metrics.jsonl", "config.yaml",
+            "report.html", "README.md"} <= names  # fmt: skip
+    policy = Policy(peft.PeftModel.from_pretrained(tiny.llama(), folder))
+    base = Policy(tiny.llama())
+    batch = collate(tiny.rows(4).examples)
+    assert not torch.allclose(policy.sequence_logps(batch), base.sequence_logps(batch))
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert sum("eval_rewards/accuracies" in entry for entry in entries) == 2
+    card = (folder / "README.md").read_text()
+    assert "dpo (beta 0.1" in card
+    assert "adapter switched off" in card
+    page = (folder / "report.html").read_text()
+    assert "data:image/png;base64," in page
+    assert "adapter switched off" in page
+
+
+def test_the_saved_config_trains_again_to_the_same_figures(project, capsys):
+    run(capsys, "train", project / "run.yaml")
+    again = project / "again"
+    code, _, err = run(capsys, "train", project / "out" / "config.yaml", f"output_dir={again}")
+    assert code == 0, err
+    losses = [
+        [json.loads(line).get("loss") for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (project / "out", again)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_full_fine_tuning_and_kto_from_pairs(project, capsys):
+    code, out, err = run(
+        capsys, "train", project / "run.yaml", "model.adapter=null", "loss={name: kto}", "training.max_steps=2"
+    )
+    assert code == 0, err
+    assert "labels: 8 desirable, 8 undesirable" in out
+    assert "reference: a frozen copy of" in out
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(project / "out")
+    assert not torch.equal(model.model.norm.weight, tiny.llama().model.norm.weight)
+    assert (project / "out" / "tokenizer.json").exists()
+
+
+def test_going_on_from_a_saved_adapter(project, capsys):
+    run(capsys, "train", project / "run.yaml")
+    code, out, err = run(
+        capsys, "train", project / "run.yaml", f"output_dir={project / 'second'}",
+        f"model.adapter={{path: {project / 'out'}}}", "training.learning_rate=0",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "with the adapter as it was at the start" in out
+    assert "the saved adapter goes on top of" in out
+    entries = [json.loads(line) for line in (project / "second" / "metrics.jsonl").read_text().splitlines()]
+    assert {entry["rewards/margins"] for entry in entries if "loss" in entry} == {0.0}
+    assert not (project / "second" / "reference").exists()
+
+
+def test_a_run_is_not_written_over_unasked_and_is_resumed_when_asked(project, capsys):
+    save = ("training.save_strategy=steps", "training.save_steps=2")
+    assert run(capsys, "train", project / "run.yaml", *save)[0] == 0
+    code, _, err = run(capsys, "train", project / "run.yaml", *save)
+    assert code == 2
+    assert "holds a run already" in err
+    resume = "training.resume_from_checkpoint=true"
+    code, out, err = run(capsys, "train", project / "run.yaml", *save, resume)
+    assert code == 0, err
+    assert "nothing left to do" in out
+    code, _, err = run(capsys, "train", project / "run.yaml", *save, resume, "loss.beta=0.3", "training.max_steps=6")
+    assert code == 1
+    assert "loss.beta: saved 0.1, now 0.3" in err
+    assert run(capsys, "train", project / "run.yaml", *save, resume, "training.max_steps=6")[0] == 0
+    entries = [json.loads(line) for line in (project / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in entries if "loss" in e] == [1, 2, 3, 4, 5, 6]
+    assert run(capsys, "train", project / "run.yaml", *save, "overwrite=true")[0] == 0
+
+
+MISTAKES = {
+    "no file": (["train", "none.yaml"], "none.yaml: cannot be read"),
+    "typo": (["train", "RUN", "loss.betta=1"], "did you mean 'beta'?"),
+    "no such model": (["train", "RUN", "model.name=nobody/nothing"], "model.name: 'nobody/nothing'"),
+    "no such data": (["train", "RUN", "data.train=none.jsonl"], "none.jsonl: no such file"),
+    "too long": (
+        ["train", "RUN", "data.max_length=1000"],
+        "data.max_length: 1000 is more than the model's 256 positions",
+    ),
+    "no such asset": (["train", "RUN", "data.train=demo:dpo_en_dem"], "did you mean 'dpo_en_demo'?"),
+    "all too long": (["train", "RUN", "data.max_length=3"], "0 usable of 8 rows"),
+    "wrong target": (["train", "RUN", "model.adapter.target_modules=[query]"], "linear layers of this model"),
+    "bad field": (["train", "RUN", "training.fp16=true"], "training.fp16: cannot be True"),
+    "reference": (["train", "RUN", "reference={model: nobody/nothing}"], "nobody/nothing"),
+    "no run": (["report", "."], "no metrics.jsonl there"),
+    "unknown command": (["trian"], "No such command"),
+    "unknown option": (["train", "--fast"], "No such option"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_users_mistake_is_a_message_and_exit_code_2(project, capsys, monkeypatch, case):
+    monkeypatch.chdir(project)
+    arguments, words = MISTAKES[case]
+    code, _, err = run(capsys, *["run.yaml" if a == "RUN" else a for a in arguments])
+    assert code == 2
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_bad_rows_are_shown_before_a_model_is_loaded(project, capsys, monkeypatch):
+    """B08."""
+    path = project / "pairs.jsonl"
+    path.write_text(path.read_text() + json.dumps({"prompt": "q", "chosen": "a", "rejected": None}) + "\n")
+    monkeypatch.setattr("preftune.build.run.make_objective", lambda config: pytest.fail("a model was loaded"))
+    code, _, err = run(capsys, "train", project / "run.yaml")
+    assert code == 2
+    assert f"{path}:11: 'rejected' is null" in err
+
+
+def test_one_class_is_refused_unless_allowed(project, capsys):
+    """B10."""
+    path = project / "good.jsonl"
+    rows = [{"prompt": f"q{i}", "completion": f"a{i}", "label": True} for i in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = (f"data.train={path}", "loss={name: kto}", "data.eval=null")
+    code, _, err = run(capsys, "train", project / "run.yaml", *fields)
+    assert code == 2
+    assert "every row is desirable" in err
+    assert run(capsys, "train", project / "run.yaml", *fields, "data.allow_one_class=true", "overwrite=true")[0] == 0
+    code, _, err = run(capsys, "train", project / "run.yaml", f"data.train={path}", f"output_dir={project / 'x'}")
+    assert code == 2
+    assert "dpo takes pairs" in err
+
+
+def test_debug_shows_the_traceback(project):
+    with pytest.raises(Exception, match="unknown key"):
+        main(["--debug", "train", str(project / "run.yaml"), "x=1"])
+
+
+def test_config_show_and_schema(project, capsys):
+    code, out, _ = run(capsys, "config", "show", project / "run.yaml", "loss.beta=0.2")
+    assert code == 0
+    assert yaml.safe_load(out)["loss"] == {"name": "dpo", "beta": 0.2, "label_smoothing": 0.0}
+    code, out, _ = run(capsys, "config", "schema")
+    assert code == 0
+    assert json.loads(out)["required"] == ["model", "data", "loss"]
+
+
+def test_report_is_written_anew(project, capsys):
+    run(capsys, "train", project / "run.yaml")
+    page = project / "out" / "report.html"
+    page.unlink()
+    code, out, _ = run(capsys, "report", project / "out")
+    assert code == 0
+    assert str(page) in out
+    assert page.exists()
+
+
+def test_version_and_help(capsys):
+    code, out, _ = run(capsys, "--version")
+    assert code == 0
+    assert out.startswith("preftune ")
+    assert "train" in run(capsys, "--help")[1]
+
+
+@pytest.mark.distributed
+def test_torchrun_trains_on_two_processes_and_prints_once(project):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "preftune"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(
+        [*command, "train", str(project / "run.yaml"), "training.ddp_backend=gloo"],
+        capture_output=True, text=True, timeout=240, env=environment, cwd=project,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("step 4/4") == 1
+    assert "x 2 processes" in result.stdout
+    assert Path(project, "out", "adapter_model.safetensors").exists()
