@@ -12,7 +12,8 @@ import tiny
 from preftune.data import collate
 from preftune.losses import loss_names, make_loss
 from preftune.models import Lora, Policy
-from preftune.reference import frozen_copy
+from preftune.models.adapters import add_adapter, load_adapter, save_adapter
+from preftune.reference import default_reference, frozen_copy
 from preftune.train import Objective
 
 LORA = Lora(r=4, target_modules=("q_proj", "v_proj"))
@@ -143,6 +144,33 @@ def test_resumed_equals_uninterrupted_to_the_last_bit(tmp_path, loss, lora):
     assert tiny.largest_difference(whole, resumed) == 0.0
     steps = [line["step"] for line in lines(tmp_path / "parts") if "loss" in line]
     assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_going_on_from_an_adapter_resumes_to_the_last_bit_too(tmp_path):
+    """The frozen copy of the starting adapter is made from the start again, not from the checkpoint."""
+    torch.manual_seed(5)
+    started = add_adapter(tiny.llama(), LORA)
+    with torch.no_grad():
+        for name, p in started.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1)
+    save_adapter(started, str(tmp_path / "start"))
+
+    def run(folder, stop_after=None, resume=None):
+        policy = Policy(load_adapter(tiny.llama(), str(tmp_path / "start")))
+        goal = Objective(policy, default_reference(policy), make_loss("dpo"))
+        assert goal.reference.kind == "adapter_start"
+        fit = tiny.trainer(folder, goal, tiny.rows(8), save_strategy="steps", save_steps=2, max_steps=4)
+        if stop_after:
+            fit.add_callback(StopAfter(stop_after))
+        fit.train(resume_from_checkpoint=resume)
+        return tiny.weights(policy.model), lines(folder)[-2]["loss"]
+
+    whole, loss = run(tmp_path / "whole")
+    run(tmp_path / "parts", stop_after=2)
+    resumed, resumed_loss = run(tmp_path / "parts", resume=True)
+    assert tiny.largest_difference(whole, resumed) == 0.0
+    assert loss == resumed_loss
 
 
 class StopAfter(TrainerCallback):

@@ -22,22 +22,23 @@ def finish(
 ) -> None:
     """Save the adapter or model, the tokenizer, `report.html` and the model card (on the first process)."""
     folder = run.config.folder
-    run.trainer.save_model(str(folder))
-    if not run.trainer.is_world_process_zero():
-        return
-    facts = run.facts()
-    (folder / FACTS_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    page = run.report(folder.name, figures, samples, notes)
-    write_report([page], folder / "report.html", f"preftune: {folder.name}")
-    card = model_card(
-        name=folder.name,
-        base_model=run.config.model.name,
-        adapter=run.config.model.adapter is not None,
-        loss=run.objective.loss.name,
-        facts=facts,
-        figures={name: after for name, (_, after) in page.figures.items() if after is not None},
-    )
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    if run.trainer.is_world_process_zero():
+        facts = run.facts()
+        (folder / FACTS_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        page = run.report(folder.name, figures, samples, notes)
+        write_report([page], folder / "report.html", f"preftune: {folder.name}")
+        card = model_card(
+            name=folder.name,
+            base_model=run.config.model.name,
+            adapter=run.config.model.adapter is not None,
+            loss=run.objective.loss.name,
+            facts=facts,
+            figures={name: after for name, (_, after) in page.figures.items() if after is not None},
+            revision=run.config.model.revision,
+        )
+        run.trainer.card = lambda: card
+    run.trainer.save_model(str(folder))  # pushes to the hub, with the card, where that is asked for
+    run.trainer.create_model_card()
 
 
 def report_again(folder: Path) -> Path:

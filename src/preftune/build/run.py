@@ -53,6 +53,8 @@ class Run:
             f"{args.gradient_accumulation_steps} accumulated x {args.world_size} processes), "
             f"learning rate {args.learning_rate:g}",
         }
+        difference = self.trainer.head_difference
+        facts["head"] = f"fused log-probabilities agree with the model's own logits to {difference:.1e} nats a token"
         if model.trainable_dtype != "float32":
             facts["trained"] = facts["trained"].replace("stored in float32", f"stored in {model.trainable_dtype}")
         if model.adapter is not None:

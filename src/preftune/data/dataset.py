@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from rich.console import Console
+from rich.progress import track
 from torch.utils.data import Dataset
 
 from preftune.data.formats import BadRow, Loaded, RowError
@@ -124,7 +126,7 @@ def tokenize_examples(
     report = RowReport(source, bad=list(loaded.bad), notes=_notes(loaded, tokenizer))
     rows = RowTokenizer(tokenizer)
     kept: list[TokenizedExample] = []
-    for example in loaded.examples:
+    for example in _with_bar(loaded.examples, f"tokenising {source}"):
         try:
             prompt_ids, completions = rows.tokenize(example)
             if len(completions) == 2 and completions[0].ids == completions[1].ids:
@@ -152,6 +154,12 @@ def tokenize_examples(
         if left_out:
             report.notes.append(f"{left_out} rows have no other prompt to borrow from and are left out of the baseline")
     return PreferenceDataset(kept), report
+
+
+def _with_bar(examples: list[Example], words: str) -> Iterable[Example]:
+    """The examples, with a bar on a terminal that goes away when they are through."""
+    console = Console(stderr=True)
+    return track(examples, words, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _notes(loaded: Loaded, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -61,14 +61,14 @@ def plot(history: History, name: str) -> bytes | None:
     """Draw one of `PANELS`.
 
     Returns:
-        A PNG of 1100 x 720 pixels or more, or None where the run logged nothing that the panel shows.
+        A PNG of 1100 x 748 pixels, or None where the run logged nothing that the panel shows.
     """
     panel = PANELS[name]
     shown = panel.shown(history)
     if not shown:
         return None
     with styled():
-        figure = Figure(figsize=(5.5, 3.6))
+        figure = Figure(figsize=(5.0, 3.4))
         axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
         for ax, spec in zip(axes, shown, strict=True):
             draw(ax, spec, history)
@@ -147,7 +147,8 @@ def _legend(figure: Any, axes: Any) -> None:
     if max(len(labels) for _, labels in found) < 2:
         return
     handles = {label: handle for pair in found for handle, label in zip(*pair, strict=True)}
-    columns = 3 if len(handles) == 3 else 2  # chosen in the first column, rejected in the second
+    # Two columns: chosen in the first, rejected in the second.
+    columns = 1 if max(map(len, handles)) > 32 else 2
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
 
 

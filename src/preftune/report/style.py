@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator, ScalarFormatter, StrMethodFormatter
 
 from preftune.report.metrics import History, set_name
 
-DPI = 200
+DPI = 220
 # From the palette of Okabe and Ito, told apart by colour-blind readers. Dashes and markers say the same in print.
 CHOSEN, REJECTED = "#0072B2", "#D55E00"
 TRAINING = "#475569"

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.trainer_utils import get_last_checkpoint
 
-from preftune.errors import TrainingError
+from preftune.errors import ConfigError, TrainingError
 
 FILE = "preftune_run.json"
 BLOCK = 2**26  # bytes summed at once, so that a checksum needs little memory
@@ -52,6 +53,17 @@ def _sums(tensor: Tensor) -> Iterator[Tensor]:
 def save_identity(identity: Identity, folder: str | Path) -> None:
     """Write the identity into a checkpoint."""
     Path(folder, FILE).write_text(json.dumps(identity, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def find_checkpoint(resume: str | bool | None, output_dir: str) -> str | None:
+    """The folder to resume from: `resume` itself, for True the last one in `output_dir`, None where nothing is asked."""
+    if not resume:
+        return None
+    folder = get_last_checkpoint(output_dir) if resume is True else str(resume)
+    if folder is None or not Path(folder, "trainer_state.json").is_file():
+        where = f"{output_dir}: no checkpoint to resume from" if resume is True else f"{resume}: no checkpoint"
+        raise ConfigError(f"training.resume_from_checkpoint: {where}")
+    return folder
 
 
 def require_same_run(identity: Identity, checkpoint: str | Path) -> None:

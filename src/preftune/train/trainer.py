@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from preftune.data import PreferenceDataset, StepSampler, collate
 from preftune.errors import ConfigError, TrainingError
 from preftune.models.adapters import is_adapted, save_adapter
 from preftune.train.callbacks import MetricsFile, RichBar, Throughput, use_own_progress
 from preftune.train.guards import Datasets, check_arguments, check_layout, non_finite
-from preftune.train.identity import Identity, require_same_run, save_identity, weights_checksum
+from preftune.train.identity import Identity, find_checkpoint, require_same_run, save_identity, weights_checksum
 from preftune.train.loader import StepLoader
 from preftune.train.metrics import Meter
 from preftune.train.objective import Objective
@@ -108,7 +109,8 @@ class PreferenceTrainer(Trainer):
             )
         use_own_progress(self)
         objective.reference.to(args.device)
-        objective.policy.self_check(self._prepare_inputs(collate([train_dataset[0]])))
+        self.head_difference = objective.policy.self_check(self._prepare_inputs(collate([train_dataset[0]])))
+        self.card: Callable[[], str] | None = None
 
     # Rows and batches
 
@@ -256,7 +258,7 @@ class PreferenceTrainer(Trainer):
         Raises `TrainingError` when the checkpoint was saved by a run with another loss, data, base or reference. A
         checkpoint that has all its steps already is loaded, and no step is taken.
         """
-        checkpoint = self._checkpoint(resume_from_checkpoint)
+        checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         if checkpoint is not None:
             require_same_run(self.identity, checkpoint)
             saved = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
@@ -273,18 +275,12 @@ class PreferenceTrainer(Trainer):
                 if isinstance(callback, RichBar):
                     callback.close()
 
-    def _checkpoint(self, resume: str | bool | None) -> str | None:
-        if not resume:
-            return None
-        folder = get_last_checkpoint(self.args.output_dir) if resume is True else str(resume)
-        if folder is None or not os.path.isfile(os.path.join(folder, "trainer_state.json")):
-            where = (
-                f"{self.args.output_dir}: no checkpoint to resume from"
-                if resume is True
-                else f"{resume}: no checkpoint"
-            )
-            raise ConfigError(f"training.resume_from_checkpoint: {where}")
-        return folder
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the card of whoever built the run (`card`), where there is one, in place of the generic one."""
+        if self.card is None:
+            super().create_model_card(*args, **kwargs)
+        elif self.is_world_process_zero():
+            Path(self.args.output_dir, "README.md").write_text(self.card(), encoding="utf-8")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
