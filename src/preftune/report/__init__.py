@@ -1,7 +1,9 @@
 """Metrics files to plots, one HTML page and a model card.
 
-history = read_metrics("run/metrics.jsonl")
-Path("overview.png").write_bytes(overview(history))
+The figure of a run for a README:
+
+    history = read_metrics("run/metrics.jsonl")
+    Path("overview.png").write_bytes(overview(history))
 """
 
 from preftune.report.card import model_card

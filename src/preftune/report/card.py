@@ -100,9 +100,9 @@ def _front_matter(
 
 
 def _introduction(base_model: str, adapter: bool, loss: str) -> str:
-    shown = f"[{base_model}](https://huggingface.co/{base_model})" if _on_hub(base_model) else f"`{_text(base_model)}`"
-    what = f"An adapter for {shown}" if adapter else f"{shown}"
-    return f"{what}, tuned on preferences with preftune and the loss `{_text(loss)}`."
+    shown = f"[{base_model}](https://huggingface.co/{base_model})" if _on_hub(base_model) else _span(base_model)
+    what = f"An adapter for {shown}" if adapter else shown
+    return f"{what}, tuned on preferences with preftune and the loss {_span(loss)}."
 
 
 def _code(name: str, base_model: str, adapter: bool, revision: str | None) -> str:
@@ -121,5 +121,10 @@ def _text(text: str) -> str:
     return re.sub(r"([\\|`*_<\[\]])", r"\\\1", " ".join(text.split()))
 
 
+def _span(text: str) -> str:
+    """Text as a span of code, where nothing but a backtick is special."""
+    return f"`{' '.join(text.replace('`', '').split())}`"
+
+
 def _on_hub(name: str) -> bool:
-    return bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()
+    return len(name) <= 200 and bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()

@@ -114,7 +114,9 @@ def show(value: float | None) -> str:
     if not math.isfinite(value):
         return str(value).translate(_PLAIN_MINUS)
     size = abs(value)
-    if size and not 1e-3 <= size < 1e6:
+    if not size:
+        return "0"
+    if not 1e-3 <= size < 1e6:
         text = f"{value:.2e}"
     else:
         text = f"{value:,.{1 if size >= 100 else 2 if size >= 10 else 3 if size >= 1 else 4}f}"

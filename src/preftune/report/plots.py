@@ -61,14 +61,14 @@ def plot(history: History, name: str) -> bytes | None:
     """Draw one of `PANELS`.
 
     Returns:
-        A PNG of 1100 x 748 pixels, or None where the run logged nothing that the panel shows.
+        A PNG of 1128 x 792 pixels, higher where the legend is long; None where the run logged nothing to show.
     """
     panel = PANELS[name]
     shown = panel.shown(history)
     if not shown:
         return None
     with styled():
-        figure = Figure(figsize=(5.0, 3.4))
+        figure = Figure(figsize=(4.7, 3.3))
         axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
         for ax, spec in zip(axes, shown, strict=True):
             draw(ax, spec, history)
@@ -127,7 +127,7 @@ def overview(history: History, title: str | None = None) -> bytes:
     columns = min(3, len(panels) + 1)
     rows = math.ceil((len(panels) + 1) / columns)
     with styled():
-        figure = Figure(figsize=(4.1 * columns, 3.0 * rows + (0.4 if title else 0)))
+        figure = Figure(figsize=(4.0 * columns, 3.0 * rows + (0.4 if title else 0)))
         grid = figure.subplots(rows, columns, squeeze=False).flatten()
         for ax, (name, axes) in zip(grid, panels, strict=False):
             draw(ax, axes, history)
@@ -138,17 +138,18 @@ def overview(history: History, title: str | None = None) -> bytes:
         _key(grid[len(panels)], grid[: len(panels)])
         if title:
             figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
-        return png(figure)
+        return png(figure, 200)
 
 
 def _legend(figure: Any, axes: Any) -> None:
-    """Below the plot, where it covers no data; only where there is more than one curve on some axes."""
+    """Below the plot, where it covers no data, and only where some axes have more than one curve."""
     found = [ax.get_legend_handles_labels() for ax in axes]
     if max(len(labels) for _, labels in found) < 2:
         return
     handles = {label: handle for pair in found for handle, label in zip(*pair, strict=True)}
     # Two columns: chosen in the first, rejected in the second.
-    columns = 1 if max(map(len, handles)) > 32 else 2
+    columns = 1 if max(map(len, handles)) > 33 else 2
+    figure.set_figheight(figure.get_figheight() + 0.17 * max(0, math.ceil(len(handles) / columns) - 2))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from matplotlib.ticker import MaxNLocator, ScalarFormatter, StrMethodFormatter
 
 from preftune.report.metrics import History, set_name
 
-DPI = 220
+DPI = 240
 # From the palette of Okabe and Ito, told apart by colour-blind readers. Dashes and markers say the same in print.
 CHOSEN, REJECTED = "#0072B2", "#D55E00"
 TRAINING = "#475569"
@@ -103,10 +102,10 @@ def styled() -> Iterator[None]:
         yield
 
 
-def png(figure: Figure) -> bytes:
+def png(figure: Figure, dpi: int = DPI) -> bytes:
     """The figure as PNG on white, the same bytes for the same data."""
     target = io.BytesIO()
-    figure.savefig(target, format="png", dpi=DPI, facecolor="white", metadata={"Software": None})
+    figure.savefig(target, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
     return target.getvalue()
 
 
@@ -139,15 +138,25 @@ def draw(ax: Any, spec: Axes, history: History) -> None:
 
 
 def smooth(values: Sequence[float]) -> np.ndarray:
-    """Centred mean with Gaussian weights (deviation 1/30 of the length), over finite values; gaps stay gaps."""
+    """Local linear fit with Gaussian weights (deviation 1/30 of the length) over finite values; gaps stay gaps.
+
+    Unlike a moving mean it starts and ends where a rising or falling curve does.
+    """
     numbers = _finite(values)
     known = ~np.isnan(numbers)
-    sigma = max(1.5, len(numbers) / 30)
-    offsets = np.arange(-int(3 * sigma), int(3 * sigma) + 1)
+    if not known.any():
+        return numbers
+    sigma = max(2.5, len(numbers) / 30)
+    reach = min(int(3 * sigma), (len(numbers) - 1) // 2)
+    offsets = np.arange(-reach, reach + 1)
     weights = np.exp(-0.5 * (offsets / sigma) ** 2)
-    total = np.convolve(np.where(known, numbers, 0), weights, mode="same")
+    w0, w1, w2 = (np.convolve(known, weights * offsets**power, mode="same") for power in (0, 1, 2))
+    x0, x1 = (np.convolve(np.where(known, numbers, 0), weights * offsets**power, mode="same") for power in (0, 1))
+    determinant = w0 * w2 - w1**2
+    alone = determinant <= 1e-9 * w0**2  # one finite value in reach: no slope
     with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(known, total / np.convolve(known.astype(float), weights, mode="same"), np.nan)
+        fitted = np.where(alone, x0 / w0, (w2 * x0 - w1 * x1) / determinant)
+    return np.where(known, np.clip(fitted, numbers[known].min(), numbers[known].max()), np.nan)
 
 
 def _training(ax: Any, curve: Curve, steps: list[int], values: list[float]) -> set[int]:
@@ -167,7 +176,7 @@ def _evaluation(ax: Any, curve: Curve, index: int, name: str, steps: list[int], 
     if not steps:
         return set()
     colour = curve.colour or EVALUATION[index % len(EVALUATION)]
-    label = f"evaluation: {textwrap.shorten(name, 24, placeholder='…')}" if name else "evaluation"
+    label = f"evaluation: {_short(name)}" if name else "evaluation"
     ax.plot(
         steps,
         _finite(values),
@@ -184,6 +193,11 @@ def _evaluation(ax: Any, curve: Curve, index: int, name: str, steps: list[int], 
         zorder=4,
     )
     return _gaps(steps, values)
+
+
+def _short(name: str) -> str:
+    """A set's name that fits a legend; its end tells sets apart as often as its start."""
+    return name if len(name) <= 24 else f"{name[:13]}…{name[-10:]}"
 
 
 def _finite(values: Sequence[float]) -> np.ndarray:

@@ -56,7 +56,7 @@ def save_identity(identity: Identity, folder: str | Path) -> None:
 
 
 def find_checkpoint(resume: str | bool | None, output_dir: str) -> str | None:
-    """The folder to resume from: `resume` itself, for True the last one in `output_dir`, None where nothing is asked."""
+    """The folder to resume from: `resume` itself, for True the last in `output_dir`, None where nothing is asked."""
     if not resume:
         return None
     folder = get_last_checkpoint(output_dir) if resume is True else str(resume)

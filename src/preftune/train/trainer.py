@@ -104,9 +104,7 @@ class PreferenceTrainer(Trainer):
             callbacks=[MetricsFile(args.output_dir), *callbacks],
         )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise ConfigError(
-                "FSDP and DeepSpeed are not supported yet; start with torchrun and without their settings"
-            )
+            raise ConfigError("FSDP and DeepSpeed are not supported yet; start with torchrun and without them")
         use_own_progress(self)
         objective.reference.to(args.device)
         self.head_difference = objective.policy.self_check(self._prepare_inputs(collate([train_dataset[0]])))
@@ -239,11 +237,10 @@ class PreferenceTrainer(Trainer):
         """The model as wrapped for training, or prepared now where evaluation comes first."""
         if self.model_wrapped is not self.model or not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             return cast("nn.Module", self.model_wrapped)
-        model = self.accelerator.prepare(self.model)
-        self.model_wrapped = model
+        self.model_wrapped = self.accelerator.prepare(self.model)
         if self.is_fsdp_enabled:
-            self.model = model
-        return cast("nn.Module", model)
+            self.model = self.model_wrapped
+        return cast("nn.Module", self.model_wrapped)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Six operations per token and weight, by the usual estimate."""
