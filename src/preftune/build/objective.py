@@ -41,6 +41,7 @@ def make_objective(config: RunConfig) -> Objective:
         dropout=model.dropout,
         trust_remote_code=model.trust_remote_code,
     )
+    policy.name = model.name
     return Objective(policy, _reference(config, policy), config.loss.make())
 
 

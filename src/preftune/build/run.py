@@ -75,7 +75,7 @@ class Run:
         samples: Sequence[Sample] = (),
         notes: Sequence[str] = (),
     ) -> RunReport:
-        """This run for the HTML page; `figures` (before, after) default to the first and last evaluation."""
+        """This run for the HTML page; `figures` (before, after) default to the evaluations."""
         history = read_metrics(self.config.folder / METRICS_FILE)
         return RunReport(
             name=name,

@@ -20,8 +20,8 @@ from preftune.train import Objective
 from preftune.train.metrics import Meter
 from preftune.types import Completion, Origin, TokenizedExample
 
-BATCH = 16
-NEW_TOKENS = 24
+BATCH = 32
+NEW_TOKENS = 20
 
 
 def held_out_pairs(policy: Policy, reference: Reference, pairs: PreferenceDataset, beta: float) -> dict[str, float]:

@@ -33,6 +33,7 @@ class Policy:
             takes the dtype the weights are stored in.
         dropout: leave the model's own dropout on while training. Off by default: then policy and reference agree to
             the last bit before the first update. An adapter's dropout is its own matter and stays.
+        name: what summaries call the model; by default the name or path it was loaded from.
     """
 
     def __init__(
@@ -41,10 +42,13 @@ class Policy:
         tokenizer: PreTrainedTokenizerBase | None = None,
         dtype: torch.dtype | None = None,
         dropout: bool = False,
+        name: str | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.dtype = dtype or causal_lm(model).dtype
+        inner = causal_lm(model)
+        self.name = name or str(inner.config._name_or_path or type(inner).__name__)
+        self.dtype = dtype or inner.dtype
         self.dropout = dropout
         if self.dtype == torch.float16 and any(p.requires_grad for p in model.parameters()):
             raise ModelError(
@@ -56,11 +60,6 @@ class Policy:
         install(model)
         accepted = inspect.signature(causal_lm(model).base_model.forward).parameters
         self._takes_positions = "position_ids" in accepted
-
-    @property
-    def name(self) -> str:
-        """The name or path the model was loaded from."""
-        return str(causal_lm(self.model).config._name_or_path or type(causal_lm(self.model)).__name__)
 
     @property
     def device(self) -> torch.device:

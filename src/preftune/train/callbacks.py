@@ -23,7 +23,16 @@ from transformers import (
 
 METRICS_FILE = "metrics.jsonl"
 # What a line on the terminal shows, in this order, where it is known.
-SHOWN = ("loss", "rewards/accuracies", "rewards/margins", "kl", "grad_norm", "learning_rate", "tokens_per_second")
+SHOWN = (
+    "loss",
+    "rewards/accuracies",
+    "rewards/margins",
+    "kl",
+    "sampled_kl",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_second",
+)
 
 
 class MetricsFile(TrainerCallback):
