@@ -170,7 +170,7 @@ def test_a_file_with_another_checksum_is_not_used(tmp_path, monkeypatch):
 
 
 # Held-out pair accuracy that a run of the demo reaches at least (the README prints what it reached).
-FLOORS = {"dpo": 0.90, "kto": 0.80}
+FLOORS = {"dpo": 0.92, "kto": 0.85}
 
 
 @pytest.mark.slow
@@ -186,7 +186,7 @@ def test_the_demo_reaches_its_floors(tmp_path, capsys):
         assert summary[name]["before"]["accuracy"] == 0.5
         assert summary[name]["before"]["kl"] == 0.0
         assert summary[name]["after"]["accuracy"] >= floor
-        assert 0 < summary[name]["after"]["kl"] < 2
+        assert 0 < summary[name]["after"]["kl"] < 4
         assert summary[name]["after"]["margin"] > 0
         assert (tmp_path / "demo" / name / "adapter_model.safetensors").exists()
     assert (tmp_path / "demo" / "report.html").stat().st_size > 100_000

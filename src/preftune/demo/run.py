@@ -19,7 +19,7 @@ from preftune.config import load_config
 from preftune.data import PreferenceDataset, load_examples, tokenize_examples
 from preftune.demo.measure import held_out_pairs, sampled_kl, side_by_side
 from preftune.demo.reviews import read_sentences, split, write_paired, write_unpaired
-from preftune.report import Sample, write_report
+from preftune.report import Sample, overview, write_report
 
 MODEL = "demo:smollm2-135m-instruct"
 SEED = 0
@@ -108,6 +108,8 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
         for name, o in outcomes.items()
     ]
     write_report(reports, folder / "report.html", "preftune demo: learning what people liked about films")
+    for name, report in zip(outcomes, reports, strict=True):
+        (folder / f"{name}.png").write_bytes(overview(report.history, report.name))
     console.print(f"report: {folder / 'report.html'}\nfigures: {folder / 'summary.json'}", highlight=False)
     return summary
 

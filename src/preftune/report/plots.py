@@ -117,9 +117,13 @@ def plot_optimizer(history: History) -> bytes | None:
 def overview(history: History, title: str | None = None) -> bytes:
     """The main panels in one wide figure: loss, rewards, margins, accuracy, KL, and what lines and colours mean.
 
+    The KL is that over the policy's own samples where it was measured, else the estimate.
+
     Raises `DataError` where the history has none of them.
     """
-    panels = [(panel.title, axes) for name in MAIN for panel in [PANELS[name]] for axes in panel.shown(history)]
+    measured = bool(PANELS["sampled_kl"].shown(history))
+    names = ["sampled_kl" if name == "kl" and measured else name for name in MAIN]
+    panels = [(PANELS[name].title, axes) for name in names for axes in PANELS[name].shown(history)]
     if not panels:
         raise DataError(
             "the metrics hold no loss, reward or KL to draw; log at least one step (training.logging_steps)"
