@@ -53,18 +53,20 @@ def train(run_file: RunFile, overrides: Overrides = None) -> None:
 
     _quiet()
     console = _console()
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
     config = load_config(run_file, overrides or [])
     claim_folder(config)
-    run = build(config, announce=lambda line: console.print(line, highlight=False, markup=False))
-    for line in describe_processes():
-        console.print(line, highlight=False, markup=False)
-    for key, value in run.facts().items():
-        console.print(f"{key}: {value}", highlight=False, markup=False)
+    run = build(config, announce=say)
+    for line in [*describe_processes(), *(f"{key}: {value}" for key, value in run.facts().items())]:
+        say(line)
     if run.train():
         finish(run)
-        console.print(f"saved in {config.folder}; report: {config.folder / 'report.html'}", highlight=False)
+        say(f"saved in {config.folder}; report: {config.folder / 'report.html'}")
     else:
-        console.print(f"nothing left to do: {config.folder} has all its steps already", highlight=False)
+        say(f"nothing left to do: {config.folder} has all its steps already")
 
 
 @app.command()

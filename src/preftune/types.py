@@ -143,11 +143,15 @@ class Batch:
         return self.n_completions // self.n_examples
 
     def counts(self) -> dict[str, int]:
-        """What a step's loss may be divided by, fillers left out: `examples` and scored `completion_tokens`."""
+        """What a step's loss may be divided by, fillers left out: `examples` and scored `completion_tokens`.
+
+        With them `tokens`: those of the sequences, prompts included and padding left out, for throughput.
+        """
         real = self.real.repeat_interleave(self.per_example)
         return {
             "examples": int(self.real.sum()),
             "completion_tokens": int((self.lengths * real).sum()),
+            "tokens": int((self.attention_mask.sum(-1) * real).sum()),
         }
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:

@@ -230,13 +230,16 @@ def test_batch_layout(side):
     last_prompt = batch.positions[torch.cumsum(batch.lengths, 0) - batch.lengths]
     prompts = [e.prompt_ids[-1] for e in dataset.examples for _ in e.completions]
     assert flat[last_prompt].tolist() == prompts
-    assert batch.counts() == {"examples": 5, "completion_tokens": len(expected)}
+    tokens = sum(len(e.prompt_ids) + len(c.ids) for e in dataset.examples for c in e.completions)
+    assert batch.counts() == {"examples": 5, "completion_tokens": len(expected), "tokens": tokens}
 
 
 def test_fillers_do_not_count():
     dataset = tiny.rows(3, "unpaired")
     batch = collate([dataset[0], dataset[~1]])
-    assert batch.counts() == {"examples": 1, "completion_tokens": dataset[0].completions[0].scored}
+    scored = dataset[0].completions[0].scored
+    tokens = scored + len(dataset[0].prompt_ids)
+    assert batch.counts() == {"examples": 1, "completion_tokens": scored, "tokens": tokens}
     assert batch.mismatched.real.tolist() == [True, False]
 
 

@@ -110,7 +110,9 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
     write_report(reports, folder / "report.html", "preftune demo: learning what people liked about films")
     for name, report in zip(outcomes, reports, strict=True):
         (folder / f"{name}.png").write_bytes(overview(report.history, report.name))
-    console.print(f"report: {folder / 'report.html'}\nfigures: {folder / 'summary.json'}", highlight=False)
+    console.print(
+        f"report: {folder / 'report.html'}\nfigures: {folder / 'summary.json'}", highlight=False, soft_wrap=True
+    )
     return summary
 
 
@@ -146,9 +148,9 @@ def _one(name: str, folder: Path, console: Console) -> Outcome:
     watcher = _Watcher()
     run = build(config, callbacks=[watcher])
     for line in run.data.lines():
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
     for key, value in run.facts().items():
-        console.print(f"[bold]{key}[/bold]: {value}", highlight=False)
+        console.print(f"[bold]{key}[/bold]: {value}", highlight=False, soft_wrap=True)
     pairs, prompts = _pairs(run, folder)
     watcher.run, watcher.pairs, watcher.prompts = run, pairs, prompts
     run.trainer.train()
@@ -196,7 +198,9 @@ def _print(outcome: Outcome, n_pairs: int, console: Console) -> None:
     for s in outcome.samples:
         side.add_row(s.prompt, s.reference, s.policy)
     console.print(side)
-    console.print(f"adapter saved in {outcome.run.config.folder}, {outcome.seconds:.0f} s", highlight=False)
+    console.print(
+        f"adapter saved in {outcome.run.config.folder}, {outcome.seconds:.0f} s", highlight=False, soft_wrap=True
+    )
 
 
 def _notes(outcome: Outcome) -> list[str]:

@@ -146,7 +146,7 @@ class PreferenceTrainer(Trainer):
         counts = torch.tensor([sum(c[name] for c in own) for name in COUNTS], dtype=torch.float32, device=device)
         counts = self._sum_over_ranks(counts)
         self._step = _Step(batches, counts)
-        self._throughput.add(sum(int(batch.attention_mask.sum()) for batch in batches))
+        self._throughput.add(sum(c["tokens"] for c in own))
         return batches, counts
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Tensor | None = None) -> Tensor:
