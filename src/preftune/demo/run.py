@@ -148,9 +148,9 @@ def _one(name: str, folder: Path, console: Console) -> Outcome:
     watcher = _Watcher()
     run = build(config, callbacks=[watcher])
     for line in run.data.lines():
-        console.print(line, highlight=False, soft_wrap=True)
+        _say(console, line)
     for key, value in run.facts().items():
-        console.print(f"[bold]{key}[/bold]: {value}", highlight=False, soft_wrap=True)
+        _say(console, f"{key}: {value}")
     pairs, prompts = _pairs(run, folder)
     watcher.run, watcher.pairs, watcher.prompts = run, pairs, prompts
     run.trainer.train()
@@ -201,6 +201,11 @@ def _print(outcome: Outcome, n_pairs: int, console: Console) -> None:
     console.print(
         f"adapter saved in {outcome.run.config.folder}, {outcome.seconds:.0f} s", highlight=False, soft_wrap=True
     )
+
+
+def _say(console: Console, text: str) -> None:
+    """A line as it is: no markup, no colours, not wrapped where no terminal is."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _notes(outcome: Outcome) -> list[str]:
