@@ -102,6 +102,7 @@ def test_full_fine_tuning_and_kto_from_pairs(project, capsys):
     assert "reference: a frozen copy of" in out
     from transformers import AutoModelForCausalLM
 
+    assert "rewards/accuracies (training)" in (project / "out" / "README.md").read_text().replace("\\_", "_")
     model = AutoModelForCausalLM.from_pretrained(project / "out")
     assert not torch.equal(model.model.norm.weight, tiny.llama().model.norm.weight)
     assert (project / "out" / "tokenizer.json").exists()

@@ -169,6 +169,23 @@ def test_dropout_that_cannot_be_switched_off_is_refused():
         Policy(model).self_check(collate(tiny.rows(2).examples))
 
 
+def test_weights_that_no_gradient_reaches_are_refused():
+    """B66: a layer that cuts the graph would leave the loss at ln 2 for ever."""
+    model = add_adapter(tiny.llama(), Lora(r=4, target_modules=("q_proj",)))
+    model.get_base_model().model.norm.register_forward_hook(lambda module, args, out: out.detach())
+    policy = Policy(model)
+    with pytest.raises(ModelError, match="no gradient reaches the 4 trained weights"):
+        policy.self_check(collate(tiny.rows(2).examples))
+
+
+def test_the_self_check_leaves_gradients_and_random_state_alone():
+    policy = Policy(add_adapter(tiny.llama(), Lora(r=4, dropout=0.5, target_modules=("q_proj",))))
+    state = torch.get_rng_state()
+    policy.self_check(collate(tiny.rows(2).examples))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in policy.model.parameters())
+
+
 def test_float16_is_not_trained_in():
     """B52."""
     with pytest.raises(ModelError, match="float16 is not trained in"):
@@ -191,7 +208,7 @@ def test_all_linear_leaves_the_head_alone(tiny_folder):
     assert not any("lm_head" in n for n, p in policy.model.named_parameters() if p.requires_grad)
 
 
-def test_loading_errors_say_what_to_do(tiny_folder, tmp_path):
+def test_loading_errors_say_what_to_do(tiny_folder, tmp_path, monkeypatch):
     with pytest.raises(ModelError, match=r"model\.name: 'nobody/nothing': no such folder or model on the hub"):
         load_policy("nobody/nothing")
     with pytest.raises(ModelError, match=r"is a folder without a config\.json"):
@@ -202,6 +219,7 @@ def test_loading_errors_say_what_to_do(tiny_folder, tmp_path):
         load_policy(str(tiny_folder), adapter=str(tmp_path))
     with pytest.raises(ModelError, match="quantized weights cannot be trained"):
         load_policy(str(tiny_folder), load_in_4bit=True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # as where bitsandbytes is not installed
     with pytest.raises(ModelError, match=r"pip install 'preftune\[quantized\]'"):
         load_policy(str(tiny_folder), load_in_4bit=True, adapter=Lora())
 

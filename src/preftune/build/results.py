@@ -10,6 +10,7 @@ from preftune.build.run import Run
 from preftune.errors import ConfigError
 from preftune.report import RunReport, Sample, before_and_after, model_card, read_metrics, write_report
 from preftune.train.callbacks import METRICS_FILE
+from preftune.train.metrics import METRICS
 
 FACTS_FILE = "facts.json"
 
@@ -33,12 +34,21 @@ def finish(
             adapter=run.config.model.adapter is not None,
             loss=run.objective.loss.name,
             facts=facts,
-            figures={name: after for name, (_, after) in page.figures.items() if after is not None},
+            figures=_final_figures(run, page),
             revision=run.config.model.revision,
         )
         run.trainer.card = lambda: card
     run.trainer.save_model(str(folder))  # pushes to the hub, with the card, where that is asked for
     run.trainer.create_model_card()
+
+
+def _final_figures(run: Run, page: RunReport) -> dict[str, float]:
+    """The last evaluation's figures; where nothing was evaluated those of the last logged training steps."""
+    figures = {name: after for name, (_, after) in page.figures.items() if after is not None}
+    if not figures:
+        last: dict[str, float] = next((e for e in reversed(run.trainer.state.log_history) if "loss" in e), {})
+        figures = {f"{name} (training)": last[name] for name in METRICS if name in last}
+    return figures
 
 
 def report_again(folder: Path) -> Path:

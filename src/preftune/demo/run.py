@@ -110,9 +110,7 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
     write_report(reports, folder / "report.html", "preftune demo: learning what people liked about films")
     for name, report in zip(outcomes, reports, strict=True):
         (folder / f"{name}.png").write_bytes(overview(report.history, report.name))
-    console.print(
-        f"report: {folder / 'report.html'}\nfigures: {folder / 'summary.json'}", highlight=False, soft_wrap=True
-    )
+    _say(console, f"report: {folder / 'report.html'}\nfigures: {folder / 'summary.json'}")
     return summary
 
 
@@ -198,9 +196,7 @@ def _print(outcome: Outcome, n_pairs: int, console: Console) -> None:
     for s in outcome.samples:
         side.add_row(s.prompt, s.reference, s.policy)
     console.print(side)
-    console.print(
-        f"adapter saved in {outcome.run.config.folder}, {outcome.seconds:.0f} s", highlight=False, soft_wrap=True
-    )
+    _say(console, f"adapter saved in {outcome.run.config.folder}, {outcome.seconds:.0f} s")
 
 
 def _say(console: Console, text: str) -> None:

@@ -91,8 +91,9 @@ class Policy:
     def self_check(self, batch: Batch) -> float:
         """Compare the fused log-probabilities with the model's own logits; returns the largest difference in nats.
 
-        Raises `ModelError` where they disagree (a head with a transformation that is not known here), and where the
-        model still drops units at random while training although it should not. Uses the first 32 scored tokens only.
+        Raises `ModelError` where they disagree (a head with a transformation that is not known here), where the model
+        still drops units at random while training although it should not, and where no gradient reaches the trained
+        weights. Uses the first 32 scored tokens only, and leaves gradients and the random state as they were.
         """
         batch = _first_tokens(batch, 32)
         with evaluating(self.model):
@@ -116,7 +117,24 @@ class Policy:
                     f"{type(causal_lm(self.model)).__name__} gives other log-probabilities in training mode: some "
                     "dropout could not be switched off; set model.dropout: true to accept it"
                 )
+        self._require_gradient(batch)
         return worst
+
+    def _require_gradient(self, batch: Batch) -> None:
+        trained = [p for _, p in trainable_parameters(self.model)]
+        if not trained:
+            return
+        mode, _ = self.model.training, self.model.train()
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), torch.enable_grad():
+            total = self.token_logps(batch).sum()
+            grads = torch.autograd.grad(total, trained, allow_unused=True) if total.requires_grad else ()
+        self.model.train(mode)
+        if not any(bool(gradient.any()) for gradient in grads if gradient is not None):
+            raise ModelError(
+                f"{self.name}: no gradient reaches the {len(trained)} trained weights, so nothing would be learnt; "
+                "some layer on the way gives none (4-bit products of bitsandbytes do so on a CPU: use a CUDA device, or "
+                "leave out model.load_in_4bit)"
+            )
 
     def _own_logps(self, batch: Batch) -> TokenLogps:
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
