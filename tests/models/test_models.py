@@ -11,9 +11,9 @@ import transformers
 import tiny
 from preftune.data import collate
 from preftune.errors import ModelError
-from preftune.models import Lora, Policy, load_policy
+from preftune.models import Lora, Policy, head, load_policy
 from preftune.models.adapters import add_adapter
-from preftune.models.head import install
+from preftune.models.head import install, use_own_head, uses_own_head
 from preftune.models.load import load_config
 
 SMALL = {
@@ -26,31 +26,56 @@ SMALL = {
     "head_dim": 16,
     "max_position_embeddings": 256,
     "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
-GPT2 = {"vocab_size": tiny.VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 256}
+GPT = {"vocab_size": tiny.VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 256}
+GPT |= {"bos_token_id": 1, "eos_token_id": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 32}
+MAMBA = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
+HYBRID = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
+# Scale, divisor and soft cap of the head are set to values that matter.
 ARCHITECTURES = {
+    "Bloom": {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 2},
+    "Cohere": SMALL | {"logit_scale": 0.25},
+    "Cohere2": SMALL | {"logit_scale": 0.25},
+    "Ernie4_5": SMALL,
+    "FalconH1": SMALL | HYBRID | {"lm_head_multiplier": 0.5},
+    "GPT2": GPT,
+    "GPTJ": GPT | {"rotary_dim": 8},
+    "GPTNeoX": SMALL,
+    "Gemma": SMALL,
+    "Gemma2": SMALL | {"final_logit_softcapping": 2.0},
+    "Gemma3": SMALL | {"final_logit_softcapping": 2.0},
+    "Glm4": SMALL,
+    "GptOss": SMALL | EXPERTS,
+    "Granite": SMALL | {"logits_scaling": 8.0},
+    "HyperCLOVAX": SMALL | {"logits_scaling": 0.5},
     "Llama": SMALL,
+    "Mamba2": {key: SMALL[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")} | MAMBA,
+    "MiniCPM3": SMALL | LATENT | {"dim_model_base": 16},
+    "Mistral": SMALL,
+    "Mixtral": SMALL | EXPERTS,
+    "OPT": SMALL | {"ffn_dim": 64, "word_embed_proj_dim": 16},
+    "Olmo2": SMALL,
+    "Phi": SMALL,
+    "Phi3": SMALL,
     "Qwen2": SMALL,
     "Qwen3": SMALL,
-    "Mistral": SMALL,
-    "Gemma2": SMALL | {"final_logit_softcapping": 2.0},
-    "Phi": SMALL,
-    "Granite": SMALL | {"logits_scaling": 8.0},
-    "Cohere": SMALL | {"logit_scale": 0.25},
-    "Olmo2": SMALL,
-    "StarCoder2": SMALL,
-    "GPT2": GPT2,
-    "GPTNeoX": SMALL,
+    "Qwen3Moe": SMALL | EXPERTS,
+    "SmolLM3": SMALL,
+    "StableLm": SMALL,
+    "Starcoder2": SMALL,
 }
-CLASS = {"StarCoder2": "Starcoder2", "GPT2": "GPT2LMHead"}
+CONFIG = {"Gemma3": "Gemma3TextConfig"}
+MODEL = {"GPT2": "GPT2LMHeadModel"}
 
 
 def make(name, seed=0):
-    stem = CLASS.get(name, name)
-    config = getattr(transformers, f"{stem.removesuffix('LMHead')}Config")(**ARCHITECTURES[name])
-    cls = "GPT2LMHeadModel" if name == "GPT2" else f"{stem}ForCausalLM"
+    config = getattr(transformers, CONFIG.get(name, f"{name}Config"))(**ARCHITECTURES[name])
     torch.manual_seed(seed)
-    model = getattr(transformers, cls)(config)
+    model = getattr(transformers, MODEL.get(name, f"{name}ForCausalLM"))(config)
     with torch.no_grad():
         head = model.get_output_embeddings()
         head.weight.mul_(20)  # large enough that a missed scale or cap is nats away
@@ -61,38 +86,62 @@ def make(name, seed=0):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_fused_equals_the_models_own_logits(name):
-    """B76: soft cap, scale, divisor and bias of the head."""
+    """B76: soft cap, scale, divisor and bias of the head, known for each of these without falling back."""
     policy = Policy(make(name))
+    assert policy.self_check(collate(tiny.rows(2).examples)) < 1e-4
+    assert not uses_own_head(policy.model)
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES.keys() - {"OPT"}))
+def test_the_models_own_head_gives_the_same_chunk_by_chunk(name):
+    """The fall-back for a head that is not known; OPT's backbone is reached by another way, so it has none."""
+    policy = Policy(make(name))
+    use_own_head(policy.model)
     assert policy.self_check(collate(tiny.rows(2).examples)) < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("name", "setting"),
-    [("Gemma2", "final_logit_softcapping"), ("Granite", "logits_scaling"), ("Cohere", "logit_scale")],
-)
-def test_the_self_check_refuses_what_it_does_not_know(name, setting):
-    """A head whose scale or cap is not found is an error, never silently another number."""
-    model = make(name)
-    policy = Policy(model)
-    backbone = copy.deepcopy(model.config)
+SETTINGS = [
+    ("Gemma2", "final_logit_softcapping"),
+    ("Granite", "logits_scaling"),
+    ("Cohere", "logit_scale"),
+    ("FalconH1", "lm_head_multiplier"),
+]
 
-    class Blind:
-        """The configuration without the setting, as that of an unknown architecture would be."""
 
-        def __getattr__(self, key):
-            if key == setting:
-                return None
-            return getattr(backbone, key)
-
-    from preftune.models import head
-
+@pytest.mark.parametrize(("name", "setting"), SETTINGS)
+def test_an_unknown_head_falls_back_to_the_models_own_and_says_so(name, setting, monkeypatch, caplog):
+    """Never silently another number: the values are right, and the gradients are those of the known head."""
+    batch = collate(tiny.rows(3).examples)
+    known = Policy(make(name))
+    values = known.sequence_logps(batch)
+    values.sum().backward()
+    expected = tiny.gradients(known.model)
     original = head._after_head
-    head._after_head = lambda config: original(Blind())
-    try:
-        with pytest.raises(ModelError, match="differ from the model's own logits"):
-            policy.self_check(collate(tiny.rows(2).examples))
-    finally:
-        head._after_head = original
+
+    def blind(config):
+        hidden = copy.copy(config)
+        setattr(hidden, setting, None)
+        return original(hidden)
+
+    monkeypatch.setattr(head, "_after_head", blind)
+    policy = Policy(make(name))
+    assert policy.self_check(batch) < 1e-4
+    assert uses_own_head(policy.model)
+    assert "the model's own head is applied instead" in caplog.text
+    torch.testing.assert_close(policy.sequence_logps(batch), values)
+    policy.sequence_logps(batch).sum().backward()
+    assert tiny.largest_difference(tiny.gradients(policy.model), expected) < 1e-4
+
+
+def test_a_model_that_agrees_with_neither_is_refused():
+    model = tiny.llama()
+    policy = Policy(model)
+    # As a wrapper around the model would that changes logits after its forward.
+    model.register_forward_hook(
+        lambda module, args, out: out if "token_logps" in out else type(out)(logits=2 * out.logits)
+    )
+    with pytest.raises(ModelError, match="differ from the model's own logits"):
+        policy.self_check(collate(tiny.rows(2).examples))
 
 
 def test_an_adapter_on_the_head_is_used_and_trained():

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import ModelOutput
 
 from preftune.errors import ModelError
@@ -43,6 +44,8 @@ def describe_head(model: PreTrainedModel) -> Head:
     else that sits there (an adapter, a quantized layer, a saved module, a hooked layer) is run as a module.
     """
     module = model.get_output_embeddings()
+    if uses_own_head(model):
+        return Head(module=functools.partial(_own_logits, model))
     if module is None:
         raise ModelError(f"{type(model).__name__} has no language-model head (get_output_embeddings() is None)")
     scale, softcap = _after_head(model.config)
@@ -54,12 +57,53 @@ def describe_head(model: PreTrainedModel) -> Head:
 def _after_head(config: Any) -> tuple[float, float | None]:
     """Scale and soft cap that the model's forward applies to the logits, by the names its configuration gives them."""
     scale = 1.0
-    for name, invert in (("logit_scale", False), ("lm_head_multiplier", False), ("logits_scaling", True)):
+    for name, divides in (("logit_scale", False), ("lm_head_multiplier", False), ("logits_scaling", True)):
         value = getattr(config, name, None)
         if isinstance(value, int | float):
-            scale *= 1 / value if invert else value
+            # HyperCLOVA X multiplies by what the Granite family divides by.
+            scale *= 1 / value if divides and config.model_type != "hyperclovax" else value
     softcap = getattr(config, "final_logit_softcapping", None)
     return scale, float(softcap) if softcap else None
+
+
+def uses_own_head(model: nn.Module) -> bool:
+    """Whether the model's own forward makes the logits of each chunk (see `use_own_head`)."""
+    return bool(getattr(causal_lm(model), "_preftune_own_head", False))
+
+
+def use_own_head(model: nn.Module) -> None:
+    """From now on let the model's own forward turn hidden states into logits, whatever it does to them."""
+    causal_lm(model)._preftune_own_head = True
+
+
+class _Answer(BaseModelOutputWithPast):
+    """What a backbone returns; what else a forward reads from it (router logits, attentions) is None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Stand:
+    """Stands in for an object: some attributes are given, all others are its own."""
+
+    def __init__(self, original: Any, **given: Any) -> None:
+        self.__dict__.update(given, _original=original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_original"], name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["answer"]
+
+
+def _own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """`[T, V]` logits as the model's forward makes them, with a stand-in for its backbone that answers `hidden`."""
+    answer = _Answer(last_hidden_state=hidden[None])
+    backbone = _Stand(model.base_model, answer=answer)
+    stand = _Stand(model, **{model.base_model_prefix: backbone})
+    return cast(
+        "Tensor", type(model).forward(cast("Any", stand), inputs_embeds=hidden[None], use_cache=False).logits[0]
+    )
 
 
 def install(model: nn.Module) -> None:

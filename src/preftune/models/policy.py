@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,12 +12,14 @@ from torch import Tensor, nn
 from preftune.errors import ModelError
 from preftune.models.adapters import evaluating
 from preftune.models.dropout import disable_dropout, has_adapter_dropout
-from preftune.models.head import causal_lm, install
+from preftune.models.head import causal_lm, install, use_own_head, uses_own_head
 from preftune.ops import sum_by_segment
 from preftune.types import Batch, PerCompletion, TokenLogps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 # How far fused and own log-probabilities of one token may be apart (nats), by the precision of the products.
 SELF_CHECK_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
@@ -91,7 +94,8 @@ class Policy:
     def self_check(self, batch: Batch) -> float:
         """Compare the fused log-probabilities with the model's own logits; returns the largest difference in nats.
 
-        Raises `ModelError` where they disagree (a head with a transformation that is not known here), where the model
+        Where they disagree (a head with a transformation that is not known here) the model's own head is used from
+        then on, chunk by chunk, and a warning says so. Raises `ModelError` where that disagrees too, where the model
         still drops units at random while training although it should not, and where no gradient reaches the trained
         weights. Uses the first 32 scored tokens only, and leaves gradients and the random state as they were.
         """
@@ -99,11 +103,21 @@ class Policy:
         with evaluating(self.model):
             fused = self.token_logps(batch)
             own = self._own_logps(batch)
-        worst = float((fused - own).abs().max())
+            worst = float((fused - own).abs().max())
+            if not worst <= SELF_CHECK_TOLERANCE[self.dtype] and not uses_own_head(self.model):
+                logger.warning(
+                    "%s: log-probabilities from the head's weight are off by up to %.4f nats a token, so the model's "
+                    "own head is applied instead, chunk by chunk",
+                    self.name,
+                    worst,
+                )
+                use_own_head(self.model)
+                fused = self.token_logps(batch)
+                worst = float((fused - own).abs().max())
         if not worst <= SELF_CHECK_TOLERANCE[self.dtype]:
             at = int((fused - own).abs().argmax())
             raise ModelError(
-                f"{type(causal_lm(self.model)).__name__}: log-probabilities computed from the head's weight differ "
+                f"{type(causal_lm(self.model)).__name__}: log-probabilities computed chunk by chunk differ "
                 f"from the model's own logits (token {at}: {float(fused[at]):.4f} against {float(own[at]):.4f} nats). "
                 "Its forward does something to the logits that is not known here; please report the architecture"
             )
@@ -132,8 +146,8 @@ class Policy:
         if not any(bool(gradient.any()) for gradient in grads if gradient is not None):
             raise ModelError(
                 f"{self.name}: no gradient reaches the {len(trained)} trained weights, so nothing would be learnt; "
-                "some layer on the way gives none (4-bit products of bitsandbytes do so on a CPU: use a CUDA device, or "
-                "leave out model.load_in_4bit)"
+                "some layer on the way gives none (4-bit products of bitsandbytes do so on a CPU: use a CUDA device, "
+                "or leave out model.load_in_4bit)"
             )
 
     def _own_logps(self, batch: Batch) -> TokenLogps:
