@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,9 +120,7 @@ def test_an_unknown_head_falls_back_to_the_models_own_and_says_so(name, setting,
     original = head._after_head
 
     def blind(config):
-        hidden = copy.copy(config)
-        setattr(hidden, setting, None)
-        return original(hidden)
+        return original(SimpleNamespace(**{k: v for k, v in config.to_dict().items() if k != setting}))
 
     monkeypatch.setattr(head, "_after_head", blind)
     policy = Policy(make(name))
