@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from preftune.ops import Head, naive_token_logps, sum_by_segment, token_kl, token_logps
 
@@ -41,10 +44,11 @@ def values_and_gradients(function, hidden, head, targets, incoming):
 
 
 @pytest.mark.parametrize(("tokens", "vocabulary", "chunk", "form"), CASES)
-@pytest.mark.parametrize("frozen", [False, True])
-def test_fused_equals_naive_in_float64(tokens, vocabulary, chunk, form, frozen):
-    parts = make(tokens, vocabulary, *form, torch.float64, frozen)
-    fused = values_and_gradients(lambda h, w, t: token_logps(h, w, t, chunk), *parts)
+@pytest.mark.parametrize("strategy", ["frozen", "keep", "recompute"])
+def test_fused_equals_naive_in_float64(tokens, vocabulary, chunk, form, strategy):
+    parts = make(tokens, vocabulary, *form, torch.float64, strategy == "frozen")
+    asked = "auto" if strategy == "frozen" else strategy
+    fused = values_and_gradients(lambda h, w, t: token_logps(h, w, t, chunk, asked), *parts)
     naive = values_and_gradients(naive_token_logps, *parts)
     for got, expected in zip(fused, naive, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
@@ -96,7 +100,7 @@ def test_bfloat16_softmax_and_sum_are_float32():
 def test_trained_float32_weight_under_autocast_gets_a_float32_gradient():
     hidden, head, targets, _ = make(13, 32, 1.0, None, False, torch.float32, False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        token_logps(hidden, head, targets, 4).sum().backward()
+        token_logps(hidden, head, targets, 4, "recompute").sum().backward()
     gradient = head.weight.grad
     assert gradient.dtype == torch.float32
     # A gradient rounded to bfloat16 has its lower 16 bits zero.
@@ -113,12 +117,69 @@ def test_nothing_as_large_as_the_logits_is_kept():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        token_logps(hidden, head, targets, 16)
+        token_logps(hidden, head, targets, 16, "recompute")
     assert max(sizes) == 512 * 6
     sizes.clear()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
         naive_token_logps(hidden, head, targets)
     assert max(sizes) >= 64 * 512, "the probe sees full logits where they are"
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements of any tensor that an operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_tensor_of_all_logits_is_ever_made(frozen):
+    """Beyond the budget, forward and backward: nothing larger than a chunk's logits or the weight."""
+    tokens, vocabulary, chunk = 96, 512, 16
+    hidden, head, targets, _ = make(tokens, vocabulary, 1.0, 2.0, True, torch.float32, frozen)
+    for strategy, most in (("recompute", chunk * vocabulary), ("keep", tokens * vocabulary)):
+        with Largest() as seen:
+            token_logps(hidden, head, targets, chunk, strategy).sum().backward()
+        assert seen.elements == (chunk * vocabulary if frozen else most)
+    with Largest() as seen:
+        naive_token_logps(hidden, head, targets).sum().backward()
+    assert seen.elements == tokens * vocabulary, "the probe sees full logits where they are"
+
+
+def test_auto_keeps_what_fits_and_recomputes_what_does_not(monkeypatch):
+    hidden, head, targets, _ = make(64, 512, 1.0, None, False, torch.float32, False)
+    for budget, most in ((64 * 512 * 4, 64 * 512), (64 * 512 * 4 - 1, 16 * 512)):
+        # By the module table: the package attribute of that name is the function.
+        monkeypatch.setattr(sys.modules["preftune.ops.token_logps"], "KEEP_BYTES", budget)
+        with Largest() as seen:
+            token_logps(hidden, head, targets, 16).sum().backward()
+        assert seen.elements == most
+
+
+@pytest.mark.parametrize("strategy", ["keep", "recompute"])
+def test_each_graph_has_its_own_logits(strategy):
+    """Two forwards alive at once, backward in any order, and a second backward of the same graph."""
+    parts = make(13, 32, 1.7, 3.0, True, torch.float64, False)
+    hidden, head, targets, incoming = parts
+    leaves = [hidden, head.weight, head.bias]
+    expected = values_and_gradients(naive_token_logps, *parts)[1:]
+    other = values_and_gradients(naive_token_logps, hidden, head, targets.flip(0), incoming)[1:]
+    first = token_logps(hidden, head, targets, 4, strategy)
+    second = token_logps(hidden, head, targets.flip(0), 4, strategy)
+    once = torch.autograd.grad(first, leaves, incoming, retain_graph=True)
+    twice = torch.autograd.grad(first, leaves, incoming)
+    last = torch.autograd.grad(second, leaves, incoming)
+    for got, want in ((once, expected), (twice, expected), (last, other)):
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 def test_sum_by_segment():

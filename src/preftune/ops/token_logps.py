@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ from preftune.types import Hidden, Targets, TokenLogps
 
 # Logits of one chunk in float32: large enough for full speed of the products, small enough to stay out of the way.
 CHUNK_BYTES = 64 * 2**20
+# A trained head's logits are kept from the forward to the backward when all of them fit this, in the product's dtype.
+KEEP_BYTES = 256 * 2**20
+
+Strategy = Literal["auto", "keep", "recompute"]
 
 
 @dataclass(frozen=True)
@@ -59,27 +63,38 @@ class Head:
         return None if self.weight is None else self.weight.shape[0]
 
 
-def token_logps(hidden: Hidden, head: Head, targets: Targets, chunk: int | None = None) -> TokenLogps:
+def token_logps(
+    hidden: Hidden, head: Head, targets: Targets, chunk: int | None = None, strategy: Strategy = "auto"
+) -> TokenLogps:
     """Log-probability of each target under the head, `[T]` nats, float32 (float64 when `hidden` is).
 
     Differentiable once, with any incoming gradient, in `hidden` and in the head's weight and bias (or its module's
-    parameters). Memory beyond inputs and gradients is O(chunk * V). Where only `hidden` needs a gradient the forward
-    already computes it (4THV operations in all); where the head is trained the backward recomputes the logits (8THV).
+    parameters). Without a gradient nothing of it is computed. Operations and memory beyond inputs and gradients:
+
+    - *frozen head* (only `hidden` needs a gradient): the forward computes it with the values, since it depends on the
+      incoming gradient only by a factor per token; 4THV, O(chunk * V).
+    - *keep* (trained head whose logits fit `KEEP_BYTES` in the dtype of the product): they are kept and turned into
+      gradients in place; 6THV, T * V. They serve one backward; a second one recomputes.
+    - *recompute* (trained head, does not fit): the backward computes the logits again; 8THV, O(chunk * V).
 
     Args:
         hidden: `[T, H]`, the hidden state that predicts each target.
         head: the model's head.
         targets: `[T]` token ids in `[0, V)`.
         chunk: tokens per chunk, >= 1; by default as many as keep a chunk's float32 logits within 64 MiB.
+        strategy: for a trained head: `keep`, `recompute`, or `auto` by size.
     """
     if head.module is not None:
         return _module_token_logps(hidden, head, targets, chunk or 256)
     assert head.weight is not None
-    chunk = chunk or max(16, CHUNK_BYTES // (4 * head.weight.shape[0]))
+    vocabulary = head.weight.shape[0]
+    chunk = chunk or max(16, CHUNK_BYTES // (4 * vocabulary))
     dtype = _compute_dtype(hidden, head.weight)
+    fits = len(targets) * vocabulary * dtype.itemsize <= KEEP_BYTES
+    keep = strategy == "keep" or (strategy == "auto" and fits)
     with torch.autocast(hidden.device.type, enabled=False):
         out: Tensor = _TokenLogps.apply(
-            hidden.to(dtype), head.weight, head.bias, targets, head.scale, head.softcap, chunk
+            hidden.to(dtype), head.weight, head.bias, targets, head.scale, head.softcap, chunk, keep
         )
         return out
 
@@ -102,21 +117,26 @@ class _TokenLogps(torch.autograd.Function):
         scale: float,
         softcap: float | None,
         chunk: int,
+        keep: bool,
     ) -> Tensor:
         hidden_grad, weight_grad, bias_grad = ctx.needs_input_grad[:3]
-        frozen_head = hidden_grad and not (weight_grad or bias_grad)
+        trained = weight_grad or bias_grad
         # Cast once, here, so that the gradient returned below is in the stored dtype, not rounded to the product's.
         ctx.weight_dtype, weight = weight.dtype, weight.to(hidden.dtype)
         logps = torch.empty(len(targets), dtype=_wide(hidden), device=hidden.device)
-        per_token = torch.empty_like(hidden) if frozen_head else None
+        per_token = torch.empty_like(hidden) if hidden_grad and not trained else None
+        kept = hidden.new_empty(len(targets), weight.shape[0]) if keep and trained else None
         for part in chunks(len(targets), chunk):
-            logits = _finish(hidden[part] @ weight.T, bias, scale, softcap)
+            raw = torch.mm(hidden[part], weight.T, out=None if kept is None else kept[part])
+            logits = _finish(raw, bias, scale, softcap)
             normaliser = logits.logsumexp(-1)
             logps[part] = logits.gather(-1, targets[part, None])[:, 0] - normaliser
             if per_token is not None:
                 slope = _slope(logits, normaliser, targets[part], scale, softcap)
                 per_token[part] = slope.to(weight.dtype) @ weight
         ctx.scale, ctx.softcap, ctx.chunk = scale, softcap, chunk
+        # Not among the saved tensors: the backward writes over it, which those do not allow.
+        ctx.kept = kept
         if per_token is not None:
             ctx.save_for_backward(per_token)
         else:
@@ -126,33 +146,44 @@ class _TokenLogps(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        nothing = (None, None, None, None)
+        nothing = (None,) * 5
         if len(ctx.saved_tensors) == 1:
             (per_token,) = ctx.saved_tensors
             return ((per_token * grad[:, None]).to(per_token.dtype), None, None, *nothing)
-        hidden, weight, bias, targets = ctx.saved_tensors
+        hidden, weight, bias, _ = ctx.saved_tensors
         hidden_grad, weight_grad, bias_grad = ctx.needs_input_grad[:3]
+        # The kept logits serve one backward, whose gradients take their place; a second backward recomputes.
+        kept, ctx.kept = ctx.kept, None
         d_hidden = torch.empty_like(hidden) if hidden_grad else None
         # Sums over chunks are kept in float32 or wider: rounding each partial sum to bfloat16 loses small gradients.
-        d_weight = torch.zeros_like(weight, dtype=_wide(weight)) if weight_grad else None
+        d_weight = torch.zeros_like(weight, dtype=_wide(weight)) if weight_grad and kept is None else None
         d_bias = torch.zeros_like(bias, dtype=_wide(bias)) if bias_grad else None
-        for part in chunks(len(targets), ctx.chunk):
-            logits = _finish(hidden[part] @ weight.T, bias, ctx.scale, ctx.softcap)
-            slope = _slope(logits, logits.logsumexp(-1), targets[part], ctx.scale, ctx.softcap)
-            slope *= grad[part, None]
-            narrow = slope.to(weight.dtype)
-            if d_hidden is not None:
-                d_hidden[part] = narrow @ weight
-            if d_weight is not None:
-                d_weight += narrow.T @ hidden[part]
+        for part in chunks(len(grad), ctx.chunk):
+            slope = _weighted_slope(ctx, part, grad, kept)
             if d_bias is not None:
                 d_bias += slope.sum(0)
+            narrow = slope.to(weight.dtype) if kept is None else kept[part].copy_(slope)
+            if d_hidden is not None:
+                torch.mm(narrow, weight, out=d_hidden[part])
+            if d_weight is not None:
+                d_weight += narrow.T @ hidden[part]
+        if kept is not None and weight_grad:
+            d_weight = kept.T @ hidden  # one product over all tokens
         return (
             d_hidden,
             None if d_weight is None else d_weight.to(ctx.weight_dtype),
             None if d_bias is None else d_bias.to(bias.dtype),
             *nothing,
         )
+
+
+def _weighted_slope(ctx: Any, part: slice, grad: Tensor, kept: Tensor | None) -> Tensor:
+    """d loss / d (h W^T + b) of a chunk, from the kept products or computing them again."""
+    hidden, weight, bias, targets = ctx.saved_tensors
+    raw = hidden[part] @ weight.T if kept is None else kept[part]
+    logits = _finish(raw, bias, ctx.scale, ctx.softcap)
+    slope = _slope(logits, logits.logsumexp(-1), targets[part], ctx.scale, ctx.softcap)
+    return slope.mul_(grad[part, None])
 
 
 def _module_token_logps(hidden: Tensor, head: Head, targets: Tensor, chunk: int) -> Tensor:
