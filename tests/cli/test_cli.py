@@ -63,6 +63,9 @@ def test_train_leaves_a_result_that_plain_peft_loads(project, capsys):
     assert "8 usable of 8 rows" in out
     assert "reference: the base model" in out
     assert "step 4/4  loss" in out
+    assert "training: " in out
+    assert "learning_rate 0.01" in out
+    assert "training defaults: num_train_epochs 1.0, per_device_train_batch_size 4" in out
     assert f"saved in {folder}" in out
     names = {path.name for path in folder.iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "metrics.jsonl", "config.yaml",

@@ -12,6 +12,7 @@ from transformers import set_seed
 from preftune.build.data import Data, prepare_data
 from preftune.build.objective import make_objective
 from preftune.config import RunConfig, dump_yaml, training_arguments
+from preftune.config.training import DEFAULTS, FIXED
 from preftune.errors import ConfigError
 from preftune.models.policy import trainable_parameters
 from preftune.report import RunReport, Sample, before_and_after, read_metrics
@@ -53,6 +54,7 @@ class Run:
             f"{args.gradient_accumulation_steps} accumulated x {args.world_size} processes), "
             f"learning rate {args.learning_rate:g}",
         }
+        facts |= _training_words(self.config)
         difference = self.trainer.head_difference
         facts["head"] = f"fused log-probabilities agree with the model's own logits to {difference:.1e} nats a token"
         if model.trainable_dtype != "float32":
@@ -146,6 +148,17 @@ def describe_processes() -> list[str]:
     if devices > 1 and int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return [f"using one of {devices} devices; for all: torchrun --nproc-per-node {devices} -m preftune train ..."]
     return []
+
+
+def _training_words(config: RunConfig) -> dict[str, str]:
+    """What `training:` was given, and which defaults of our own fill the rest."""
+    training: Any = config.training
+    given = [name for name in training.model_fields_set if name not in ("hub_token", *DEFAULTS)]
+    shown = {name: getattr(training, name) for name in [*DEFAULTS, *sorted(given)] if name not in FIXED}
+    ours = [f"{name} {value}" for name, value in shown.items() if name not in training.model_fields_set]
+    set_here = [f"{name} {value}" for name, value in shown.items() if name in training.model_fields_set]
+    words = {"training": ", ".join(set_here), "training defaults": ", ".join(ours)}
+    return {key: value for key, value in words.items() if value}
 
 
 def _adapter_words(config: RunConfig) -> str:

@@ -34,7 +34,8 @@ class Meter:
     def add(self, metrics: Mapping[str, SumAndCount]) -> None:
         """Add one batch's sums and counts. Every rank adds the same names, if need be with count 0."""
         for name, (total, count) in metrics.items():
-            both = torch.stack([total.detach().double(), count.detach().double()])
+            wide = torch.float32 if total.device.type == "mps" else torch.float64  # MPS has no float64
+            both = torch.stack([total.detach().to(wide), count.detach().to(wide)])
             self._totals[name] = self._totals[name] + both if name in self._totals else both
 
     def read(self, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
