@@ -48,16 +48,23 @@ def _options(
 @app.command()
 def train(run_file: RunFile, overrides: Overrides = None) -> None:
     """Train a policy from a file of judgements."""
+    from preftune.train import leave_process_group
+
+    _quiet()
+    _train(run_file, overrides or [])
+    leave_process_group()
+
+
+def _train(run_file: Path, overrides: list[str]) -> None:
     from preftune.build import build, claim_folder, describe_processes, finish
     from preftune.config import load_config
 
-    _quiet()
     console = _console()
 
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    config = load_config(run_file, overrides or [])
+    config = load_config(run_file, overrides)
     claim_folder(config)
     run = build(config, announce=say)
     for line in [*describe_processes(), *(f"{key}: {value}" for key, value in run.facts().items())]:

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import tiny
 from preftune.data import PreferenceDataset
 from preftune.models import Lora
+from preftune.train import leave_process_group
 
 
 def main(out: str, loss: str, lora: str, rows: str, batch: str, accumulation: str, *options: str) -> None:
@@ -56,3 +57,4 @@ def main(out: str, loss: str, lora: str, rows: str, batch: str, accumulation: st
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave_process_group()
