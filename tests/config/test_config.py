@@ -77,7 +77,7 @@ REFUSED = {
     "model.adapter.r=0": "model.adapter.r: expected greater than 0, got 0",
     "model.adapter.rank=4": "model.adapter.rank: unknown key",
     "model.adapter.dropout=1": "model.adapter.dropout: expected less than 1",
-    "model.adapter.path=x": "model.adapter: a saved adapter brings its own shape; remove alpha, r, target_modules",
+    "model.adapter.path=x": "model.adapter: a saved adapter brings its own shape; remove target_modules or path",
     "model={name: m, load_in_4bit: true}": "load_in_4bit: quantized weights cannot be trained",
     "model=3": "model: expected a section with keys, got 3",
     "data.eval=1.5": "data.eval: a share must be > 0 and < 1",
@@ -206,6 +206,16 @@ def test_the_resolved_config_reads_back_and_keeps_no_secret(run_file, tmp_path):
     again = tmp_path / "again.yaml"
     again.write_text(text)
     assert load_config(again).resolved() == config.resolved()
+
+
+def test_a_run_that_goes_on_from_an_adapter_reads_back_too(run_file):
+    config = load_config(run_file, ["model.adapter={path: some/adapter}"])
+    assert load_config(config.resolved()).resolved() == config.resolved()
+
+
+def test_a_tracker_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"training\.report_to: 'wandbb' is not a tracker"):
+        training_arguments(str(tmp_path), use_cpu=True, report_to="wandbb")
 
 
 def test_overrides_reach_into_sections_that_are_not_there(run_file):

@@ -35,7 +35,9 @@ class AdapterConfig(_Section):
 
     @model_validator(mode="after")
     def _new_or_saved(self) -> AdapterConfig:
-        shape = sorted(self.model_fields_set - {"path"})
+        # Compared with the defaults, so that a resolved configuration, which spells them all, reads back.
+        fields = type(self).model_fields
+        shape = sorted(name for name in fields if name != "path" and getattr(self, name) != fields[name].default)
         if self.path is not None and shape:
             raise ValueError(f"a saved adapter brings its own shape; remove {', '.join(shape)} or path")
         return self

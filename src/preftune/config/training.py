@@ -17,6 +17,8 @@ from typing import Any
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 from transformers import TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
@@ -182,9 +184,22 @@ def training_arguments(output_dir: str, **fields: Any) -> TrainingArguments:
         args = TrainingArguments(output_dir=output_dir, **values)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"training: {str(error).lstrip('- ')}") from None
+    _require_trackers(args)
     if args.n_gpu > 1:
         args._n_gpu = 1  # see `PreferenceTrainer`: one process, one device
     return args
+
+
+def _require_trackers(args: TrainingArguments) -> None:
+    installed = get_available_reporting_integrations()
+    for name in args.report_to or []:
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = sorted(INTEGRATION_TO_CALLBACK)
+            raise ConfigError(
+                f"training.report_to: {name!r} is not a tracker{nearest(name, known)} (there are: {', '.join(known)})"
+            )
+        if name not in installed:
+            raise ConfigError(f"training.report_to: {name} is not installed; pip install {name}, or leave it out")
 
 
 def _default(f: dataclasses.Field[Any]) -> Any:
