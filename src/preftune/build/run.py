@@ -65,10 +65,11 @@ class Run:
 
     def train(self) -> bool:
         """Train, or go on where `training.resume_from_checkpoint` says. False where no step was left to take."""
-        output = self.trainer.train(
-            resume_from_checkpoint=getattr(self.config.training, "resume_from_checkpoint", None)
-        )
-        return bool(output.metrics)
+        resume = getattr(self.config.training, "resume_from_checkpoint", None)
+        try:
+            return bool(self.trainer.train(resume_from_checkpoint=resume).metrics)
+        except ImportError as error:  # an optimizer or the like that comes in a package of its own
+            raise ConfigError(f"training: {error}") from None
 
     def report(
         self,
