@@ -1,12 +1,13 @@
 """Started by torchrun: trains on every rank with gloo and lets the first write what came out.
 
-Usage: ranks.py OUT LOSS LORA ROWS BATCH ACCUMULATION [one-class]
+Usage: ranks.py OUT LOSS LORA ROWS BATCH ACCUMULATION [one-class | half]
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,6 +32,10 @@ def main(out: str, loss: str, lora: str, rows: str, batch: str, accumulation: st
     if "one-class" in options:
         # Sorted by label and not shuffled: each of two ranks sees one class only.
         data = PreferenceDataset(sorted(data.examples, key=lambda e: bool(e.label)))
+    if "half" in options:
+        # Every other row has nothing to borrow: a rank's micro-batch may hold no mismatched pair at all.
+        rows_left = [replace(e, mismatched=None) if i % 2 else e for i, e in enumerate(data.examples)]
+        data = PreferenceDataset(rows_left)
     fit = tiny.trainer(
         Path(out),
         goal,

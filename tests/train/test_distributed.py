@@ -56,3 +56,12 @@ def test_one_class_per_rank_neither_hangs_nor_loses_a_class(tmp_path):
     assert tiny.largest_difference(weights, whole) < 1e-6
     assert {"eval_rewards/chosen", "eval_rewards/rejected"} <= entries[-1].keys()
     assert entries[-1]["eval_rewards/chosen"] == pytest.approx(expected[-1]["eval_rewards/chosen"], abs=1e-6)
+
+
+@pytest.mark.distributed
+def test_rows_with_nothing_to_borrow_do_not_hang_the_other_rank(tmp_path):
+    """Every rank makes the same number of forwards, also for a micro-batch without a mismatched pair."""
+    entries, weights = start(tmp_path / "two", 2, "kto", "lora", "6", "1", "2", "half")
+    expected, whole = start(tmp_path / "one", 1, "kto", "lora", "6", "4", "1", "half")
+    assert tiny.largest_difference(weights, whole) < 1e-6
+    assert entries[0]["kl"] == pytest.approx(expected[0]["kl"], abs=1e-6)

@@ -10,7 +10,7 @@ is all a training loop needs; see `docs/loop.md`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,14 +78,14 @@ class Objective:
 
     def kl_terms(self, batch: Batch, model: nn.Module | None = None) -> SumAndCount:
         """Sum and number of `log pi - log pi_ref` over the batch's mismatched pairs, without gradient, in eval mode."""
-        if batch.mismatched is None:
-            zero = torch.zeros((), device=batch.input_ids.device)
-            return zero, zero
+        # Rows with nothing to borrow still go through the model, at no weight: ranks meet at every forward of a
+        # wrapper, and one that made fewer of them would leave the others waiting for ever.
+        pairs = batch.mismatched or replace(batch, real=torch.zeros_like(batch.real))
         with evaluating(model or self.policy.model):
-            policy = self.policy.sequence_logps(batch.mismatched, model)
-            ref = self.reference.sequence_logps(batch.mismatched, model)
+            policy = self.policy.sequence_logps(pairs, model)
+            ref = self.reference.sequence_logps(pairs, model)
         assert ref is not None
-        return masked(policy - ref, batch.mismatched.real)
+        return masked(policy - ref, pairs.real)
 
     def z_ref(self, batches: Iterable[Batch], model: nn.Module | None = None) -> Tensor:
         """KTO's baseline `max(0, mean over mismatched pairs of log pi - log pi_ref)` over the batches of a step.
