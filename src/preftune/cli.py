@@ -69,8 +69,9 @@ def _train(run_file: Path, overrides: list[str]) -> None:
     run = build(config, announce=say)
     for line in [*describe_processes(), *(f"{key}: {value}" for key, value in run.facts().items())]:
         say(line)
-    if run.train():
-        finish(run)
+    stepped = run.train()
+    finish(run)  # also where no step was left: the run before may have been stopped between its last step and this
+    if stepped:
         say(f"saved in {config.folder}; report: {config.folder / 'report.html'}")
     else:
         say(f"nothing left to do: {config.folder} has all its steps already")

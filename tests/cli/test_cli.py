@@ -144,6 +144,46 @@ def test_a_run_is_not_written_over_unasked_and_is_resumed_when_asked(project, ca
     assert run(capsys, "train", project / "run.yaml", *save, "overwrite=true")[0] == 0
 
 
+SAVE = ("training.save_strategy=steps", "training.save_steps=2")
+RESUME = "training.resume_from_checkpoint=true"
+
+
+def test_a_run_stopped_before_its_result_was_saved_is_saved_by_a_resume(project, capsys):
+    assert run(capsys, "train", project / "run.yaml", *SAVE)[0] == 0
+    result = [project / "out" / name for name in ("adapter_model.safetensors", "report.html", "README.md")]
+    saved = result[0].read_bytes()
+    for path in result:
+        path.unlink()
+    code, out, err = run(capsys, "train", project / "run.yaml", *SAVE, RESUME)
+    assert code == 0, err
+    assert "nothing left to do" in out
+    assert all(path.exists() for path in result)
+    assert result[0].read_bytes() == saved
+
+
+def test_a_start_that_fails_leaves_no_run_and_a_refused_resume_no_trace(project, capsys):
+    assert run(capsys, "train", project / "run.yaml", "data.train=none.jsonl")[0] == 2
+    assert run(capsys, "train", project / "run.yaml", *SAVE)[0] == 0
+    before = (project / "out" / "config.yaml").read_text()
+    assert run(capsys, "train", project / "run.yaml", *SAVE, RESUME, "loss.beta=0.2")[0] == 1
+    assert (project / "out" / "config.yaml").read_text() == before
+
+
+def test_the_saved_config_says_what_the_run_is_not_how_it_was_started(project, capsys):
+    run(capsys, "train", project / "run.yaml", *SAVE)
+    run(capsys, "train", project / "run.yaml", *SAVE, RESUME, "training.max_steps=6")
+    saved = project / "out" / "config.yaml"
+    assert run(capsys, "train", saved, f"output_dir={project / 'again'}")[0] == 0
+    run(capsys, "train", project / "run.yaml", *SAVE, "overwrite=true")
+    assert run(capsys, "train", saved)[0] == 2, "the saved configuration does not write over the run"
+
+
+def test_an_overwritten_runs_checkpoints_go_with_it(project, capsys):
+    run(capsys, "train", project / "run.yaml", *SAVE)
+    assert run(capsys, "train", project / "run.yaml", *SAVE, "overwrite=true", "training.max_steps=2")[0] == 0
+    assert [path.name for path in (project / "out").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
 MISTAKES = {
     "no file": (["train", "none.yaml"], "none.yaml: cannot be read"),
     "typo": (["train", "RUN", "loss.betta=1"], "did you mean 'beta'?"),

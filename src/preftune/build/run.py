@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ from preftune.models.policy import trainable_parameters
 from preftune.report import RunReport, Sample, before_and_after, read_metrics
 from preftune.train import Objective, PreferenceTrainer
 from preftune.train.callbacks import METRICS_FILE
+from preftune.train.identity import find_checkpoint, require_same_run
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -66,6 +69,11 @@ class Run:
     def train(self) -> bool:
         """Train, or go on where `training.resume_from_checkpoint` says. False where no step was left to take."""
         resume = getattr(self.config.training, "resume_from_checkpoint", None)
+        checkpoint = find_checkpoint(resume, str(self.config.folder))
+        if checkpoint is not None:
+            require_same_run(self.trainer.identity, checkpoint)
+        if self.trainer.is_world_process_zero():
+            _begin(self.config, resuming=checkpoint is not None)
         try:
             return bool(self.trainer.train(resume_from_checkpoint=resume).metrics)
         except ImportError as error:  # an optimizer or the like that comes in a package of its own
@@ -124,7 +132,10 @@ def build(
 
 
 def claim_folder(config: RunConfig) -> None:
-    """Make the output folder and save the resolved configuration; refuse to write over another run unasked."""
+    """Make the output folder; refuse one that holds a run, unless the run is resumed or may be written over.
+
+    Nothing of a run is written yet: what fails before training starts leaves no run behind.
+    """
     if int(os.environ.get("RANK", "0")) != 0:
         return  # the first process decides and writes; the launcher ends the others with it
     folder = config.folder
@@ -136,9 +147,22 @@ def claim_folder(config: RunConfig) -> None:
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_FILE).write_text(dump_yaml(config.resolved()), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"output_dir: {folder} cannot be written ({error.strerror})") from None
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"output_dir: {folder} cannot be written ({error})") from None
+
+
+def _begin(config: RunConfig, resuming: bool) -> None:
+    """Save the configuration, without what only said how to start; an overwritten run's checkpoints go with it."""
+    if not resuming:
+        for old in config.folder.glob("checkpoint-*"):
+            if (old / "trainer_state.json").exists():
+                shutil.rmtree(old)
+    data = config.resolved()
+    data["overwrite"] = False
+    data["training"]["resume_from_checkpoint"] = None
+    (config.folder / CONFIG_FILE).write_text(dump_yaml(data), encoding="utf-8")
 
 
 def describe_processes() -> list[str]:

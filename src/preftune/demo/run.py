@@ -151,7 +151,7 @@ def _one(name: str, folder: Path, console: Console) -> Outcome:
         _say(console, f"{key}: {value}")
     pairs, prompts = _pairs(run, folder)
     watcher.run, watcher.pairs, watcher.prompts = run, pairs, prompts
-    run.trainer.train()
+    run.train()
     before, after = watcher.figures[0], watcher.figures[run.trainer.state.max_steps]
     policy, reference = run.objective.policy, run.objective.reference
     distinct = list(dict.fromkeys(tuple(p) for p in prompts))[:SHOWN_SAMPLES]
