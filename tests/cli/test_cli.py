@@ -200,6 +200,7 @@ MISTAKES = {
     "no tracker": (["train", "RUN", "training.report_to=clearml"], "training.report_to: clearml is not installed"),
     "bad field": (["train", "RUN", "training.fp16=true"], "training.fp16: cannot be True"),
     "reference": (["train", "RUN", "reference={model: nobody/nothing}"], "nobody/nothing"),
+    "reference name": (["train", "RUN", "reference={model: nobody/x}"], "reference.model: 'nobody/x'"),
     "no run": (["report", "."], "no metrics.jsonl there"),
     "unknown command": (["trian"], "No such command"),
     "unknown option": (["train", "--fast"], "No such option"),
@@ -239,6 +240,26 @@ def test_one_class_is_refused_unless_allowed(project, capsys):
     code, _, err = run(capsys, "train", project / "run.yaml", f"data.train={path}", f"output_dir={project / 'x'}")
     assert code == 2
     assert "dpo takes pairs" in err
+
+
+def test_a_small_share_of_kto_rows_may_have_one_prompt_and_one_class(project, capsys):
+    rows = [{"prompt": f"q{i}", "completion": f"a{i}", "label": i % 2 == 0} for i in range(10)]
+    (project / "u.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for fields in (["data.eval=0.05"], [f"data.train={project / 'u.jsonl'}", "data.eval=0.05"]):
+        code, _, err = run(
+            capsys, "train", project / "run.yaml", "loss=kto", *fields, "overwrite=true", "training.eval_strategy=epoch"
+        )
+        assert code == 0, err
+
+
+def test_policy_and_reference_go_through_the_same_code(project, tiny_folder, capsys):
+    code, _, err = run(
+        capsys, "train", project / "run.yaml", f"reference.model={tiny_folder}", "model.attn_implementation=eager",
+        "model.dtype=bfloat16", "training.learning_rate=0", "model.adapter=null",
+    )  # fmt: skip
+    assert code == 0, err
+    entries = [json.loads(line) for line in (project / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert {entry["rewards/margins"] for entry in entries if "loss" in entry} == {0.0}
 
 
 def test_debug_shows_the_traceback(project):

@@ -95,6 +95,7 @@ REFUSED = {
         "'chosen' does not end with an assistant turn",
     ),
     "odd role": (PAIR | {"prompt": [turn("narrator", "q")]}, "role 'narrator' is not one of"),
+    "role is a list": (PAIR | {"prompt": [turn(["user"], "q")]}, "role ['user'] is not one of"),
     "no content": (PAIR | {"prompt": [turn("user", None)]}, "'content' must be text, got NoneType"),
     "no message": (PAIR | {"prompt": ["q"]}, "expected a message with 'role' and 'content', got str"),
     "prompt answered": (
@@ -124,5 +125,5 @@ def test_unused_columns_are_counted():
 def test_no_rows_and_mixed_kinds_are_errors():
     with pytest.raises(DataError, match=r"p\.jsonl: holds no rows"):
         load()
-    with pytest.raises(DataError, match=r"PairedExample at p\.jsonl:1, UnpairedExample at p\.jsonl:2"):
+    with pytest.raises(DataError, match=r"a pair at p\.jsonl:1, a single completion at p\.jsonl:2"):
         load(PAIR, SINGLE)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 import tiny
 from preftune.data import PreferenceDataset, StepSampler, collate, tokenize_examples
@@ -42,8 +43,6 @@ def text_of(tokenizer, ids):
 def test_plain_text_gets_one_bos_and_one_end(tokenizer):
     """B22, B25: BOS once, at position 0; the end once."""
     adding = tiny.tokenizer()
-    from tokenizers.processors import TemplateProcessing
-
     adding._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     for made, bos in ((adding, [1]), (tokenizer, [])):
         dataset, _ = tokenize(made, {"prompt": "the cat", "chosen": " sat", "rejected": " is"})
@@ -54,6 +53,38 @@ def test_plain_text_gets_one_bos_and_one_end(tokenizer):
             assert sequence.count(1) == len(bos)
             assert sequence.count(2) == 1
             assert sequence[-1] == 2
+
+
+def test_ends_and_beginnings_written_into_plain_text_do_not_double():
+    """B22, B25: one end is the end; two, or a second beginning, are refused."""
+    made = tiny.tokenizer()
+    dataset, _ = tokenize(made, {"prompt": "a", "chosen": "b</s>", "rejected": "c"})
+    assert dataset[0].completions[0].ids.count(2) == 1
+    with pytest.raises(DataError, match="the answer ends in two '</s>'"):
+        tokenize(made, {"prompt": "a", "chosen": "b</s></s>", "rejected": "c"})
+    adding = tiny.tokenizer()
+    adding._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    dataset, _ = tokenize(adding, {"prompt": "<s>a", "chosen": "b", "rejected": "c"})
+    assert dataset[0].prompt_ids.count(1) == 1
+    with pytest.raises(DataError, match="'prompt' holds '<s>' in its text"):
+        tokenize(adding, {"prompt": "a <s>", "chosen": "b", "rejected": "c"})
+
+
+def test_half_a_character_is_refused_by_row(tokenizer):
+    with pytest.raises(DataError, match=r"p\.jsonl:1: the text holds half a character"):
+        tokenize(tokenizer, {"prompt": "a", "chosen": "b\ud800", "rejected": "c"})
+
+
+def test_a_template_that_fails_is_a_reason_not_a_traceback():
+    with pytest.raises(DataError, match="the chat template refuses this row: division by zero"):
+        tokenize(tiny.tokenizer("{{ 1 / 0 }}"), chat("q", "x", "y"))
+
+
+def test_a_template_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "t.jinja"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ModelError, match="cannot be read"):
+        resolve_chat_template(str(path))
 
 
 def test_no_bos_defined():
@@ -291,6 +322,13 @@ def test_mismatched_pairs_never_share_prompt_or_text(rows, seed):
         if example.mismatched is not None:
             assert example.mismatched.ids != example.completions[0].ids
             assert any(p != example.prompt_ids[0] and (t,) == example.mismatched.ids for p, t in texts)
+
+
+def test_a_part_with_one_prompt_borrows_from_the_rows_that_lend():
+    part, others = unpaired([(1, 10), (1, 11)]), unpaired([(2, 10), (3, 12)])
+    with pytest.raises(DataError, match="no two rows differ"):
+        pair_mismatched(part, 0)
+    assert [e.mismatched.ids for e in pair_mismatched(part, 0, others)] in ([(12,), (10,)], [(12,), (12,)])
 
 
 def test_each_completion_is_lent_once_where_prompts_are_many():

@@ -12,7 +12,7 @@ from preftune.data import collate
 from preftune.errors import ConfigError, ModelError
 from preftune.losses import make_loss
 from preftune.models import Lora, Policy
-from preftune.models.adapters import add_adapter, load_adapter, save_adapter
+from preftune.models.adapters import add_adapter, load_adapter, save_adapter, starts_at_base
 from preftune.reference import (
     AdapterOff,
     AdapterStart,
@@ -144,6 +144,17 @@ def test_adapter_off_is_an_explicit_choice_for_a_saved_adapter(tmp_path):
     torch.testing.assert_close(reference.sequence_logps(batch), Policy(tiny.llama()).sequence_logps(batch).detach())
     assert "adapter switched off" in reference.describe()
     assert "as it was at the start" in AdapterStart(policy).describe()
+
+
+def test_what_counts_as_a_fresh_adapter():
+    """B = 0 is not enough: DoRA's magnitudes may have moved; and an adapter on embeddings starts with A = 0."""
+    dora = add_adapter(tiny.llama(), Lora(r=4, target_modules=("q_proj",), use_dora=True))
+    assert starts_at_base(dora)
+    layer = next(m for m in dora.modules() if getattr(m, "lora_magnitude_vector", None))
+    layer.lora_magnitude_vector["default"].weight.data[3] *= 1.1
+    assert not starts_at_base(dora)
+    assert default_reference(Policy(dora)).kind == "adapter_start"
+    assert starts_at_base(add_adapter(tiny.llama(), Lora(r=4, target_modules=("embed_tokens", "q_proj"))))
 
 
 def test_a_reference_that_is_the_policy_is_refused():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from preftune.errors import ConfigError, TrainingError
 from preftune.losses import loss_names
 from preftune.models import Lora
 from preftune.train import PreferenceTrainer
+from preftune.train.callbacks import Throughput
 from preftune.train.identity import weights_checksum
 from preftune.train.metrics import METRICS, Meter
 
@@ -193,15 +195,111 @@ def test_resume_from_nowhere_is_refused(tmp_path):
     fit = tiny.trainer(tmp_path / "x", tiny.objective("dpo", LORA), tiny.rows(4), max_steps=2)
     with pytest.raises(ConfigError, match="no checkpoint to resume from"):
         fit.train(resume_from_checkpoint=True)
-    with pytest.raises(ConfigError, match="no checkpoint"):
+    with pytest.raises(ConfigError, match="no whole checkpoint of preftune there"):
         fit.train(resume_from_checkpoint=str(tmp_path / "y"))
 
 
-def test_a_checkpoint_of_another_tool_is_refused(checkpoint):
-    (checkpoint / "checkpoint-2" / "preftune_run.json").unlink()
-    fit = tiny.trainer(checkpoint, tiny.objective("dpo", LORA), tiny.rows(4), max_steps=4)
-    with pytest.raises(TrainingError, match="is no checkpoint of preftune"):
+@pytest.mark.parametrize("damage", ["preftune_run.json", "trainer_state.json"])
+@pytest.mark.parametrize("how", ["missing", "cut"])
+def test_a_checkpoint_that_is_not_whole_is_passed_over(tmp_path, damage, how, caplog):
+    def fit(steps):
+        goal = tiny.objective("dpo", LORA)
+        return tiny.trainer(tmp_path, goal, tiny.rows(4), max_steps=steps, save_strategy="steps", save_steps=2)
+
+    fit(4).train()
+    path = tmp_path / "checkpoint-4" / damage
+    path.write_text(path.read_text()[:40])
+    if how == "missing":
+        path.unlink()
+    again = fit(6)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 6
+    assert "checkpoint-4 is not a whole checkpoint, passed over" in caplog.text
+    (tmp_path / "checkpoint-6" / damage).unlink()
+    with pytest.raises(ConfigError, match="no whole checkpoint of preftune there"):
+        fit(8).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+
+
+def other_reference(scale):
+    """A policy with a frozen reference whose weights, but not whose name, depend on `scale`."""
+    from preftune.losses import make_loss
+    from preftune.models import Policy
+    from preftune.reference import FrozenReference
+    from preftune.train import Objective
+
+    policy, twin = Policy(tiny.llama()), tiny.llama(1)
+    twin.model.norm.weight.data.mul_(scale)
+    return Objective(policy, FrozenReference(policy, Policy(twin), "the frozen model x"), make_loss("dpo"))
+
+
+def test_resume_sees_a_reference_with_other_weights(tmp_path):
+    fields = {"save_strategy": "steps", "save_steps": 2}
+    tiny.trainer(tmp_path, other_reference(1.0), tiny.rows(4), max_steps=2, **fields).train()
+    with pytest.raises(TrainingError, match="reference weights: saved"):
+        tiny.trainer(tmp_path, other_reference(1.5), tiny.rows(4), max_steps=4).train(resume_from_checkpoint=True)
+    tiny.trainer(tmp_path, other_reference(1.0), tiny.rows(4), max_steps=4).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"per_device_train_batch_size": 1}, "rows per step .* saved 2, now 1"),
+        ({"gradient_accumulation_steps": 3}, "rows per step .* saved 2, now 6"),
+        ({"seed": 5}, r"order\.seed: saved 42, now 5"),
+        ({"data_seed": 5}, r"order\.seed: saved 42, now 5"),
+    ],
+)
+def test_resume_with_another_order_of_rows_is_refused(tmp_path, change, words):
+    """Rows would be repeated and others never seen."""
+    fields = {"save_strategy": "steps", "save_steps": 2}
+    tiny.trainer(tmp_path, tiny.objective("dpo", LORA), tiny.rows(10), max_steps=2, **fields).train()
+    fit = tiny.trainer(tmp_path, tiny.objective("dpo", LORA), tiny.rows(10), max_steps=4, **change)
+    with pytest.raises(TrainingError, match=words):
         fit.train(resume_from_checkpoint=True)
+
+
+def test_another_split_of_the_same_step_resumes_to_the_same_weights(tmp_path):
+    results = []
+    for split in (
+        {"per_device_train_batch_size": 2},
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
+    ):
+        folder = tmp_path / str(len(results))
+        fields = {"save_strategy": "steps", "save_steps": 2}
+        tiny.trainer(folder, tiny.objective("dpo", LORA, torch.float64), tiny.rows(5), max_steps=2, **fields).train()
+        goal = tiny.objective("dpo", LORA, torch.float64)
+        tiny.trainer(folder, goal, tiny.rows(5), max_steps=5, **split).train(resume_from_checkpoint=True)
+        results.append(tiny.weights(goal.policy.model))
+    assert tiny.largest_difference(*results) < 1e-6
+
+
+def test_the_logged_loss_is_the_sum_over_rows_over_their_count(tmp_path):
+    """5 rows in steps of 4 and 1, logged once: each row weighs the same, as in the other metrics of the entry."""
+    data = tiny.rows(5)
+    each = tiny.trainer(
+        tmp_path / "a", tiny.objective("dpo"), data, per_device_train_batch_size=4, max_steps=2, learning_rate=0.5
+    )
+    each.train()
+    both = tiny.trainer(
+        tmp_path / "b", tiny.objective("dpo"), data, per_device_train_batch_size=4, max_steps=2, learning_rate=0.5,
+        logging_steps=2, logging_first_step=False,
+    )  # fmt: skip
+    both.train()
+    four, one = [e["loss"] for e in entries(tmp_path / "a") if "loss" in e]
+    assert abs(four - one) > 1e-3
+    (logged,) = [e["loss"] for e in entries(tmp_path / "b") if "loss" in e]
+    assert logged == pytest.approx((4 * four + one) / 5, rel=1e-6)
+
+
+def test_time_spent_evaluating_is_not_training_time():
+    clock = Throughput()
+    clock.add(10)
+    clock.pause()
+    time.sleep(0.2)
+    clock.resume()
+    tokens, seconds = clock.read()
+    assert tokens == 10
+    assert seconds < 0.1
 
 
 def test_gradient_checkpointing_changes_memory_only(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from preftune.errors import ConfigError, DataError
 from preftune.losses import Loss
 from preftune.models import load_tokenizer
 from preftune.models.load import load_config
-from preftune.types import PairedExample
+from preftune.types import PairedExample, TokenizedExample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -56,9 +57,10 @@ def prepare_data(config: RunConfig) -> Data:
         eval_name = config.data.eval
         held_out = _of_layout(load_examples(resolve(eval_name), config.data.eval_split), loss, eval_name)
     train, report = _tokenized(config, loaded, tokenizer, limit, loss, config.data.train)
+    _require_both_classes(config, train)
     if held_out is None:
         return Data(train, None, [report])
-    evaluation, eval_report = _tokenized(config, held_out, tokenizer, limit, loss, eval_name)
+    evaluation, eval_report = _tokenized(config, held_out, tokenizer, limit, loss, eval_name, train.examples)
     eval_report.notes = [note for note in eval_report.notes if note not in report.notes]
     return Data(train, evaluation, [report, eval_report])
 
@@ -76,9 +78,15 @@ def _of_layout(loaded: Loaded, loss: Loss, source: str) -> Loaded:
 
 
 def _tokenized(
-    config: RunConfig, loaded: Loaded, tokenizer: PreTrainedTokenizerBase, limit: int, loss: Loss, source: str
+    config: RunConfig,
+    loaded: Loaded,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    loss: Loss,
+    source: str,
+    lenders: Sequence[TokenizedExample] = (),
 ) -> tuple[PreferenceDataset, RowReport]:
-    dataset, report = tokenize_examples(
+    return tokenize_examples(
         loaded,
         tokenizer,
         max_length=limit,
@@ -86,14 +94,17 @@ def _tokenized(
         bad_rows=config.data.bad_rows,
         source=source,
         mismatched_seed=config.data.seed if loss.spec.needs_kl_baseline else None,
+        lenders=lenders,
     )
+
+
+def _require_both_classes(config: RunConfig, dataset: PreferenceDataset) -> None:
     if dataset.layout == "unpaired" and 0 in dataset.label_counts() and not config.data.allow_one_class:
         which = "desirable" if dataset.label_counts()[1] == 0 else "undesirable"
         raise DataError(
-            f"{source}: every row is {which}, so nothing is told apart; check the label column, or set "
+            f"{config.data.train}: every row is {which}, so nothing is told apart; check the label column, or set "
             "data.allow_one_class: true"
         )
-    return dataset, report
 
 
 def _max_length(config: RunConfig, model_config: PreTrainedConfig) -> int:

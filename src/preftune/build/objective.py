@@ -60,9 +60,17 @@ def _reference(config: RunConfig, policy: Policy) -> Reference:
     name = resolve(wanted.model)
     # Stored as the policy's weights are, so that both go through the same arithmetic.
     dtype = next(p for p in policy.model.parameters()).dtype
-    model = load_model(name, dtype=dtype, revision=wanted.revision)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    reference = Policy(model, load_tokenizer(name, wanted.revision), DTYPES[config.model.dtype])
+    trust = config.model.trust_remote_code
+    model = load_model(
+        name,
+        dtype=dtype,
+        revision=wanted.revision,
+        attn_implementation=config.model.attn_implementation,
+        trust_remote_code=trust,
+        key="reference.model",
+    )
+    model.requires_grad_(False)
+    tokenizer = load_tokenizer(name, wanted.revision, trust_remote_code=trust, key="reference.model")
+    reference = Policy(model, tokenizer, DTYPES[config.model.dtype], name=wanted.model)
     revision = f" at {wanted.revision}" if wanted.revision else ""
     return FrozenReference(policy, reference, f"the frozen model {wanted.model}{revision}")

@@ -17,9 +17,9 @@ from torch.utils.data import Dataset
 from preftune.data.formats import BadRow, Loaded, RowError
 from preftune.data.pairing import pair_mismatched
 from preftune.data.template import RowTokenizer, is_chat
-from preftune.data.truncate import Truncation, truncate
+from preftune.data.truncate import TooLong, Truncation, truncate
 from preftune.errors import DataError
-from preftune.types import Example, Layout, TokenizedExample
+from preftune.types import Completion, Example, Layout, TokenizedExample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,6 +105,7 @@ def tokenize_examples(
     bad_rows: Literal["stop", "drop"] = "stop",
     source: str = "data",
     mismatched_seed: int | None = None,
+    lenders: Sequence[TokenizedExample] = (),
 ) -> tuple[PreferenceDataset, RowReport]:
     """Turn examples into token ids, and account for every row.
 
@@ -116,6 +117,7 @@ def tokenize_examples(
         bad_rows: whether rows that cannot be used stop the run or are left out (counted in the report).
         source: the name used in the report.
         mismatched_seed: give each row a mismatched completion for KTO's KL baseline, drawn from this seed.
+        lenders: rows that may lend theirs where the rows have none to borrow among themselves.
 
     Raises `DataError` with the whole account when no row is usable, or when there are bad rows and `bad_rows="stop"`.
     """
@@ -128,32 +130,42 @@ def tokenize_examples(
     kept: list[TokenizedExample] = []
     for example in _with_bar(loaded.examples, f"tokenising {source}"):
         try:
-            prompt_ids, completions = rows.tokenize(example)
-            if len(completions) == 2 and completions[0].ids == completions[1].ids:
-                raise RowError("identical completions", "'rejected' equals 'chosen' once tokenised; drop the row")
+            made, was_cut = _tokenize_row(rows, example, max_length, truncation)
         except RowError as error:
-            report.bad.append(BadRow(example.origin, error.reason, str(error)))
-            continue
-        try:
-            cut = truncate(prompt_ids, completions, max_length, truncation)
-        except RowError as error:
-            report.too_long.append(BadRow(example.origin, error.reason, str(error)))
-            continue
-        if len(cut[1]) == 2 and cut[1][0].ids == cut[1][1].ids:
-            reason = "identical within max_length"
-            report.too_long.append(BadRow(example.origin, reason, "'rejected' equals 'chosen' once cut to max_length"))
-            continue
-        report.truncated += cut != (prompt_ids, completions)
-        label = getattr(example, "label", None)
-        kept.append(TokenizedExample(cut[0], cut[1], example.origin, label))
+            part = report.too_long if isinstance(error, TooLong) else report.bad
+            part.append(BadRow(example.origin, error.reason, str(error)))
+        else:
+            kept.append(made)
+            report.truncated += was_cut
     report.used = len(kept)
     report.require_usable(bad_rows)
     if mismatched_seed is not None:
-        kept = pair_mismatched(kept, mismatched_seed)
+        kept = pair_mismatched(kept, mismatched_seed, lenders)
         left_out = sum(example.mismatched is None for example in kept)
         if left_out:
-            report.notes.append(f"{left_out} rows have no other prompt to borrow from and are left out of the baseline")
+            report.notes.append(
+                f"{left_out} rows find none with another prompt and another completion to borrow from, and are left "
+                "out of the baseline"
+            )
     return PreferenceDataset(kept), report
+
+
+def _tokenize_row(
+    rows: RowTokenizer, example: Example, max_length: int, truncation: Truncation
+) -> tuple[TokenizedExample, bool]:
+    """One row as token ids, and whether it was cut. Raises `RowError`, as `TooLong` where the length is to blame."""
+    whole = rows.tokenize(example)
+    if _all_equal(whole[1]):
+        raise RowError("identical completions", "'rejected' equals 'chosen' once tokenised; drop the row")
+    prompt_ids, completions = truncate(*whole, max_length, truncation)
+    if _all_equal(completions):
+        raise TooLong("identical within max_length", "'rejected' equals 'chosen' once cut to max_length")
+    made = TokenizedExample(prompt_ids, completions, example.origin, getattr(example, "label", None))
+    return made, (prompt_ids, completions) != whole
+
+
+def _all_equal(completions: tuple[Completion, ...]) -> bool:
+    return len(completions) > 1 and len({completion.ids for completion in completions}) == 1
 
 
 def _with_bar(examples: list[Example], words: str) -> Iterable[Example]:

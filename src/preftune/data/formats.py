@@ -71,7 +71,8 @@ def examples_from_rows(rows: Iterable[tuple[Row, Origin]], source: str) -> Loade
     kinds = Counter(type(example) for example in examples)
     if len(kinds) > 1:
         first = {kind: next(e.origin for e in examples if type(e) is kind) for kind in kinds}
-        where = ", ".join(f"{kind.__name__} at {origin}" for kind, origin in first.items())
+        words = {PairedExample: "a pair", UnpairedExample: "a single completion"}
+        where = ", ".join(f"{words[kind]} at {origin}" for kind, origin in first.items())
         raise DataError(f"{source}: paired and unpaired rows in one file ({where}); split it in two")
     return Loaded(examples, bad, dict(unused))
 
@@ -152,7 +153,7 @@ def _message(value: Any, column: str) -> Message:
         )
     role = value.get("role", value.get("from"))
     content = value.get("content", value.get("value"))
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise RowError(f"{column!r} has an unknown role", f"{column!r}: role {role!r} is not one of {', '.join(ROLES)}")
     if not isinstance(content, str):
         raise RowError(

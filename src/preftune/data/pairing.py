@@ -17,14 +17,16 @@ from preftune.types import TokenizedExample
 PROBES = 16
 
 
-def pair_mismatched(examples: Sequence[TokenizedExample], seed: int) -> list[TokenizedExample]:
+def pair_mismatched(
+    examples: Sequence[TokenizedExample], seed: int, lenders: Sequence[TokenizedExample] = ()
+) -> list[TokenizedExample]:
     """Give each unpaired example the completion of another one, with a different prompt and a different text.
 
     Rows are laid out prompt by prompt, in an order drawn from `seed`, and each borrows from the row one largest group
     further on: never its own prompt while no prompt has more than half of the rows, and each completion is lent once.
-    The rows where that meets the same text, or a prompt that is too common, draw at random instead. A row for which no
-    completion qualifies keeps `mismatched=None` and is left out of the baseline. Raises `DataError` when that is so
-    for all rows.
+    The rows where that meets the same text, or a prompt that is too common, draw at random instead, also from `lenders`
+    (a held-out part may have one prompt only; the training rows then lend theirs). A row for which no completion
+    qualifies keeps `mismatched=None` and is left out of the baseline. Raises `DataError` when that is so for all rows.
     """
     rng = random.Random(f"preftune-mismatched-{seed}")
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -39,19 +41,21 @@ def pair_mismatched(examples: Sequence[TokenizedExample], seed: int) -> list[Tok
     shift = max(len(group) for group in groups.values())
     lender = {row: order[(place + shift) % len(order)] for place, row in enumerate(order)}
 
+    pool = [*examples, *lenders]
+
     def fits(row: int, other: int) -> bool:
-        a, b = examples[row], examples[other]
+        a, b = examples[row], pool[other]
         return a.prompt_ids != b.prompt_ids and a.completions[0].ids != b.completions[0].ids
 
     paired = []
     for row, example in enumerate(examples):
         other: int | None = lender[row]
         if not fits(row, lender[row]):
-            drawn = (rng.randrange(len(examples)) for _ in range(PROBES))
+            drawn = (rng.randrange(len(pool)) for _ in range(PROBES))
             other = next((c for c in drawn if fits(row, c)), None)
             if other is None:
-                other = next((c for c in range(len(examples)) if fits(row, c)), None)
-        paired.append(replace(example, mismatched=None if other is None else examples[other].completions[0]))
+                other = next((c for c in range(len(pool)) if fits(row, c)), None)
+        paired.append(replace(example, mismatched=None if other is None else pool[other].completions[0]))
     if all(example.mismatched is None for example in paired):
         raise DataError(
             f"{examples[0].origin.file}: no two rows differ in both prompt and completion, so KTO's KL baseline cannot "

@@ -40,8 +40,11 @@ def resolve_chat_template(value: str) -> str:
     if "{" in value:
         return value
     path = Path(os.path.expanduser(value))
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+    try:
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.chat_template: {value!r} cannot be read ({error})") from None
     names = ", ".join(NAMED_TEMPLATES)
     raise ModelError(
         f"model.chat_template: {value!r} is neither a name ({names}){nearest(value, NAMED_TEMPLATES)}, "
@@ -98,29 +101,42 @@ class RowTokenizer:
                 "str",
                 self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation),
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program: besides its own errors it raises whatever Python does
             hint = ""
-            if messages[0]["role"] == "system":
+            if messages[0]["role"] == "system" and isinstance(error, jinja2.TemplateError):
                 hint = "; where it refuses a system turn, put that text into the first user turn"
             raise RowError(
                 "refused by the chat template", f"the chat template refuses this row: {error}{hint}"
             ) from None
 
     def _ids(self, text: str) -> list[int]:
-        return cast("list[int]", self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        try:
+            return cast("list[int]", self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        except (TypeError, UnicodeError):
+            detail = "the text holds half a character (a lone surrogate such as \\ud800), which no tokenizer takes"
+            raise RowError("text that is not Unicode", detail) from None
 
     def _plain_prompt(self, text: str) -> list[int]:
         ids = self._ids(text)
         if self.bos and ids[:1] != self.bos:
             ids = self.bos + ids
+        if self.bos and self.bos[0] in ids[1:]:
+            token = self.tokenizer.decode(self.bos)
+            raise RowError(
+                "a second beginning of sequence",
+                f"'prompt' holds {token!r} in its text; the tokenizer puts it at the start, remove the others",
+            )
         if not ids:
             raise RowError("the prompt has no tokens")
         return ids
 
     def _plain_completion(self, text: str) -> Completion:
         ids = self._ids(text)
-        if ids[-1:] != [self.tokenizer.eos_token_id]:
-            ids.append(cast("int", self.tokenizer.eos_token_id))
+        end = cast("int", self.tokenizer.eos_token_id)
+        if ids[-2:] == [end, end]:
+            raise RowError("two ends of turn", f"the answer ends in two {self.tokenizer.decode([end])!r}; remove one")
+        if ids[-1:] != [end]:
+            ids.append(end)
         return Completion(tuple(ids), (True,) * len(ids))
 
     def _chat_completion(self, prompt: list[Message], header: str, turns: list[Message]) -> Completion:

@@ -10,6 +10,10 @@ from preftune.types import Completion
 Truncation = Literal["drop", "keep_start", "keep_end"]
 
 
+class TooLong(RowError):
+    """A row that the length policy leaves out."""
+
+
 def truncate(
     prompt_ids: tuple[int, ...],
     completions: tuple[Completion, ...],
@@ -18,7 +22,7 @@ def truncate(
 ) -> tuple[tuple[int, ...], tuple[Completion, ...]]:
     """Bring prompt + longest completion within `max_length` tokens; a row that fits is returned as it is.
 
-    `drop` refuses the row (`RowError`, counted). `keep_start` and `keep_end` first cut the prompt, at its end or its
+    `drop` refuses the row (`TooLong`, counted). `keep_start` and `keep_end` first cut the prompt, at its end or its
     start, by no more than is needed and never below one token; what is still too long loses the end of its
     completions. All completions keep the same prompt. A cut completion gets no end of turn. A completion left without
     a scored token refuses the row.
@@ -27,7 +31,7 @@ def truncate(
     if len(prompt_ids) + longest <= max_length:
         return prompt_ids, completions
     if policy == "drop":
-        raise RowError(
+        raise TooLong(
             "longer than max_length",
             f"{len(prompt_ids) + longest} tokens, more than max_length {max_length}",
         )
@@ -38,7 +42,7 @@ def truncate(
     cut = []
     for completion in completions:
         if not any(completion.mask[:limit]):
-            raise RowError(
+            raise TooLong(
                 "no answer left within max_length",
                 f"no scored token of the answer is left within max_length {max_length}",
             )

@@ -95,10 +95,28 @@ def active_adapter(model: nn.Module) -> str:
 
 
 def starts_at_base(model: nn.Module) -> bool:
-    """Whether the active adapter still changes nothing: every up-projection `B` is zero."""
+    """Whether the active adapter still changes nothing, read off its weights.
+
+    A low-rank update is nothing while its second factor is 0 (`B`; for embeddings `A`), and a DoRA magnitude while it
+    is the norm of the base weight's rows. Anything else is taken for an adapter that has learnt something.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     name = active_adapter(model)
-    ups = [p for key, p in model.named_parameters() if "lora_" in key and "_B." in key and key.count(f".{name}")]
-    return bool(ups) and not any(bool(p.any()) for p in ups)
+    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+    return bool(layers) and all(isinstance(m, LoraLayer) and _does_nothing(m, name) for m in layers)
+
+
+def _does_nothing(layer: Any, name: str) -> bool:
+    if name in layer.lora_magnitude_vector:
+        base = layer.get_base_layer().weight
+        norm = torch.linalg.norm(base.detach().float(), dim=1)
+        if not torch.allclose(layer.lora_magnitude_vector[name].weight.float().flatten(), norm, rtol=1e-6):
+            return False
+    if name in layer.lora_B:
+        return not bool(layer.lora_B[name].weight.any())
+    return name in layer.lora_embedding_A and not bool(layer.lora_embedding_A[name].any())
 
 
 def copy_as_reference(model: nn.Module) -> None:

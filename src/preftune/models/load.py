@@ -22,21 +22,30 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 def load_tokenizer(
-    name: str, revision: str | None = None, chat_template: str | None = None, trust_remote_code: bool = False
+    name: str,
+    revision: str | None = None,
+    chat_template: str | None = None,
+    trust_remote_code: bool = False,
+    key: str = "model.name",
 ) -> PreTrainedTokenizerBase:
-    """Load a tokenizer; `chat_template` (a name, a file or text) replaces the one it brings."""
+    """Load a tokenizer; `chat_template` (a name, a file or text) replaces the one it brings.
+
+    `key` is what errors call the setting that gave the name.
+    """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ModelError(f"model.name: no tokenizer at {name!r} ({_first_line(error)})") from None
+        raise ModelError(f"{key}: no tokenizer at {name!r} ({_first_line(error)})") from None
     if chat_template is not None:
         tokenizer.chat_template = resolve_chat_template(chat_template)
     return cast("PreTrainedTokenizerBase", tokenizer)
 
 
-def load_config(name: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
+def load_config(
+    name: str, revision: str | None = None, trust_remote_code: bool = False, key: str = "model.name"
+) -> PreTrainedConfig:
     """Load a model's configuration only, and refuse what is not a text-only causal language model."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -45,15 +54,15 @@ def load_config(name: str, revision: str | None = None, trust_remote_code: bool 
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         where = "is a folder without a config.json" if Path(name).is_dir() else "no such folder or model on the hub"
-        raise ModelError(f"model.name: {name!r}: {where} ({_first_line(error)})") from None
+        raise ModelError(f"{key}: {name!r}: {where} ({_first_line(error)})") from None
     seeing = [key for key in ("vision_config", "audio_config") if getattr(config, key, None) is not None]
     if seeing:
         raise ModelError(
-            f"model.name: {name!r} ({config.model_type}) takes images or sound ({', '.join(seeing)}); only text models "
+            f"{key}: {name!r} ({config.model_type}) takes images or sound ({', '.join(seeing)}); only text models "
             "are supported for now"
         )
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
-        raise ModelError(f"model.name: {name!r} ({config.model_type}) is not a causal language model")
+        raise ModelError(f"{key}: {name!r} ({config.model_type}) is not a causal language model")
     return cast("PreTrainedConfig", config)
 
 
@@ -65,11 +74,12 @@ def load_model(
     load_in_4bit: bool = False,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    key: str = "model.name",
 ) -> PreTrainedModel:
     """Load a causal language model with its weights stored in `dtype` (or in 4 bits, computing in `dtype`)."""
     from transformers import AutoModelForCausalLM
 
-    load_config(name, revision, trust_remote_code)
+    load_config(name, revision, trust_remote_code, key)
     extra: dict[str, Any] = {}
     if load_in_4bit:
         extra["quantization_config"] = _four_bits(dtype)
@@ -80,7 +90,7 @@ def load_model(
             name, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code, **extra
         )
     except (OSError, ValueError, ImportError) as error:
-        raise ModelError(f"model.name: {name!r} could not be loaded ({_first_line(error)})") from None
+        raise ModelError(f"{key}: {name!r} could not be loaded ({_first_line(error)})") from None
     return cast("PreTrainedModel", model)
 
 

@@ -33,6 +33,8 @@ class Reference(ABC):
     """A frozen distribution. `kind` is its name in configs."""
 
     kind: str
+    # The model it holds of its own; None where it lives in the policy's.
+    owned: nn.Module | None = None
 
     @abstractmethod
     def active(self, model: nn.Module | None = None) -> AbstractContextManager[tuple[Policy, nn.Module | None]]:
@@ -150,6 +152,7 @@ class FrozenReference(Reference):
         reference.model.requires_grad_(False)
         reference.model.eval()
         self.policy = reference
+        self.owned = reference.model
         self.words = words
 
     @contextmanager

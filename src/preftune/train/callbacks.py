@@ -75,13 +75,21 @@ class Throughput:
 
     def __init__(self) -> None:
         self.tokens = 0
-        self.since = time.perf_counter()
+        self.since = self.paused = time.perf_counter()
 
     def add(self, tokens: int) -> None:
         """Count the tokens of one step on this rank."""
         if self.tokens == 0:
             self.since = time.perf_counter()
         self.tokens += tokens
+
+    def pause(self) -> None:
+        """Stop the clock: an evaluation begins."""
+        self.paused = time.perf_counter()
+
+    def resume(self) -> None:
+        """Go on as if the pause had not been."""
+        self.since += time.perf_counter() - self.paused
 
     def read(self) -> tuple[int, float]:
         """Tokens on this rank and seconds since the last reading, and start anew."""

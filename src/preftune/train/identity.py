@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.trainer_utils import get_last_checkpoint
 
+from preftune.data import PreferenceDataset
 from preftune.errors import ConfigError, TrainingError
+from preftune.models.adapters import is_adapted
+from preftune.train.objective import Objective
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+logger = logging.getLogger(__name__)
 
 FILE = "preftune_run.json"
 BLOCK = 2**26  # bytes summed at once, so that a checksum needs little memory
@@ -40,6 +49,24 @@ def weights_checksum(model: nn.Module, trainable: bool | None = None) -> str:
     return digest.hexdigest()
 
 
+def identify(objective: Objective, rows: PreferenceDataset, args: TrainingArguments) -> Identity:
+    """What has to be the same for a run to be gone on with.
+
+    Loss, reference and base with their weights (of an adapted model those that do not move), the data, and what fixes
+    which rows a step takes: the seed of the order and the rows per step. How a step is split may change.
+    """
+    model, owned = objective.policy.model, objective.reference.owned
+    seed = args.data_seed if args.data_seed is not None else args.seed
+    split = args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size
+    return {
+        **objective.describe(),
+        "weights": weights_checksum(model, False if is_adapted(model) else None),
+        "reference weights": None if owned is None else weights_checksum(owned),
+        "data": rows.fingerprint,
+        "order": {"seed": seed, "rows per step (micro-batch x accumulation x processes)": math.prod(split)},
+    }
+
+
 def _sums(tensor: Tensor) -> Iterator[Tensor]:
     """Two sums modulo 2^64 per block of bytes, one weighted by position so that swapped values show as well."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
@@ -56,27 +83,39 @@ def save_identity(identity: Identity, folder: str | Path) -> None:
 
 
 def find_checkpoint(resume: str | bool | None, output_dir: str) -> str | None:
-    """The folder to resume from: `resume` itself, for True the last in `output_dir`, None where nothing is asked."""
+    """The folder to resume from: `resume` itself, for True the last whole one in `output_dir`, None where not asked.
+
+    A checkpoint that was being written when its run was stopped is passed over with a warning.
+    """
     if not resume:
         return None
-    folder = get_last_checkpoint(output_dir) if resume is True else str(resume)
-    if folder is None or not Path(folder, "trainer_state.json").is_file():
-        where = f"{output_dir}: no checkpoint to resume from" if resume is True else f"{resume}: no checkpoint"
-        raise ConfigError(f"training.resume_from_checkpoint: {where}")
-    return folder
+    if resume is not True:
+        if not _is_whole(Path(str(resume))):
+            raise ConfigError(f"training.resume_from_checkpoint: {resume}: no whole checkpoint of preftune there")
+        return str(resume)
+    folders = [p for p in Path(output_dir).glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdecimal()]
+    for folder in sorted(folders, key=lambda p: int(p.name.removeprefix("checkpoint-")), reverse=True):
+        if _is_whole(folder):
+            return str(folder)
+        logger.warning("%s is not a whole checkpoint, passed over", folder)
+    raise ConfigError(f"training.resume_from_checkpoint: {output_dir}: no checkpoint to resume from")
+
+
+def _is_whole(folder: Path) -> bool:
+    # The identity is written last, so it says that all else is there.
+    return all(_read(folder / name) is not None for name in ("trainer_state.json", FILE))
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def require_same_run(identity: Identity, checkpoint: str | Path) -> None:
     """Raise `TrainingError` with a list of what differs when the checkpoint belongs to another run."""
-    path = Path(checkpoint, FILE)
-    if not path.exists():
-        raise TrainingError(
-            f"{checkpoint} is no checkpoint of preftune ({FILE} is missing), so it cannot be told whether loss, data, "
-            "base and reference are the same; start a new run from the model instead"
-        )
-    saved = json.loads(path.read_text(encoding="utf-8"))
-    current = json.loads(json.dumps(identity))
-    changes = _differences(saved, current)
+    changes = _differences(_read(Path(checkpoint, FILE)), json.loads(json.dumps(identity)))
     if changes:
         raise TrainingError(
             f"cannot resume from {checkpoint}: this run is not the one that was saved\n"

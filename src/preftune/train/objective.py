@@ -31,10 +31,12 @@ class ObjectiveOutput:
     """What one batch contributes.
 
     `total` is the sum of the loss over the batch's real examples, to be divided by the count that the loss declares,
-    taken over the whole step. `values` are the losses per example, detached, fillers included.
+    taken over the whole step; `count` is this batch's share of it. `values` are the losses per example, detached,
+    fillers included.
     """
 
     total: Tensor
+    count: Tensor
     values: PerExample
     metrics: dict[str, SumAndCount]
 
@@ -74,7 +76,7 @@ class Objective:
         total = torch.where(batch.real, values, torch.zeros_like(values)).sum()
         with torch.no_grad():
             metrics = self._metrics(batch, groups, z_ref)
-        return ObjectiveOutput(total, values.detach(), metrics)
+        return ObjectiveOutput(total, self._count(batch), values.detach(), metrics)
 
     def kl_terms(self, batch: Batch, model: nn.Module | None = None) -> SumAndCount:
         """Sum and number of `log pi - log pi_ref` over the batch's mismatched pairs, without gradient, in eval mode."""
@@ -100,6 +102,11 @@ class Objective:
     def describe(self) -> dict[str, Any]:
         """What the run optimises, as plain data: compared on resume, shown in summaries."""
         return {"loss": self.loss.describe(), "reference": self.reference.describe(), "model": self.policy.name}
+
+    def _count(self, batch: Batch) -> Tensor:
+        if self.loss.spec.denominator == "examples":
+            return batch.real.sum()
+        return (batch.lengths * batch.real.repeat_interleave(batch.per_example)).sum()
 
     def _groups(self, batch: Batch, policy: Tensor, ref: Tensor | None) -> list[SequenceLogps]:
         """One group per completion of an example: chosen and rejected, or the single one."""

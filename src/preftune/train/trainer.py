@@ -24,7 +24,7 @@ from preftune.errors import ConfigError, TrainingError
 from preftune.models.adapters import is_adapted, save_adapter
 from preftune.train.callbacks import MetricsFile, RichBar, Throughput, use_own_progress
 from preftune.train.guards import Datasets, check_arguments, check_layout, non_finite
-from preftune.train.identity import Identity, find_checkpoint, require_same_run, save_identity, weights_checksum
+from preftune.train.identity import Identity, find_checkpoint, identify, require_same_run, save_identity
 from preftune.train.loader import StepLoader
 from preftune.train.metrics import Meter
 from preftune.train.objective import Objective
@@ -84,13 +84,7 @@ class PreferenceTrainer(Trainer):
     ) -> None:
         check_arguments(objective, args, train_dataset, eval_dataset)
         self.objective = objective
-        # The identity covers what does not move: the frozen weights, or all of them before the first step.
-        self.identity = {
-            **objective.describe(),
-            "weights": weights_checksum(objective.policy.model, False if is_adapted(objective.policy.model) else None),
-            "data": train_dataset.fingerprint,
-            **(run or {}),
-        }
+        self.identity = {**identify(objective, train_dataset, args), **(run or {})}
         self._train_meter = Meter()
         self._step: _Step | None = None
         self._suspects: list[tuple[Tensor, list[Origin]]] = []
@@ -168,7 +162,7 @@ class PreferenceTrainer(Trainer):
         """Sum of the loss over the micro-batch / count of the whole step x ranks (the wrapper averages over those)."""
         assert self._step is not None
         output = self.objective(inputs, model, self._step.z_ref)
-        self._train_meter.add(output.metrics)
+        self._train_meter.add({**output.metrics, "loss": (output.total, output.count)})
         self._suspects.append((output.values, inputs.origins))
         count = self._step.counts[COUNTS.index(self.objective.loss.spec.denominator)]
         loss = output.total / count * self.accelerator.num_processes
@@ -197,7 +191,7 @@ class PreferenceTrainer(Trainer):
     # Metrics and evaluation
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the metrics of the interval to the training entries."""
+        """Add the metrics of the interval to the training entries; `loss` becomes sum / count over its steps."""
         if "loss" in logs:
             logs |= self._train_meter.read(self._sum_over_ranks if self.args.world_size > 1 else None)
             tokens, seconds = self._throughput.read()
@@ -216,6 +210,7 @@ class PreferenceTrainer(Trainer):
     ) -> EvalLoopOutput:
         """Count every row once: sums and counts over batches and ranks, and one baseline over the whole set."""
         model = self._evaluation_model()
+        self._throughput.pause()
         meter = Meter()
         spec = self.objective.loss.spec
         z_ref = self._baseline(model, dataloader, meter) if spec.needs_kl_baseline else None
@@ -224,10 +219,10 @@ class PreferenceTrainer(Trainer):
         with torch.no_grad():
             for batch in dataloader:
                 output = self.objective(self._prepare_inputs(batch), model, z_ref)
-                count = torch.tensor(batch.counts()[spec.denominator])
-                meter.add({**output.metrics, "loss": (output.total, count.to(output.total.device))})
+                meter.add({**output.metrics, "loss": (output.total, output.count)})
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         model.train(was_training)
+        self._throughput.resume()
         means = meter.read(self._sum_over_ranks if self.args.world_size > 1 else None)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
         rows = len(cast("PreferenceDataset", dataloader.dataset))
