@@ -7,7 +7,8 @@ by the command without a traceback; anything else is a defect of preftune and ke
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class PreftuneError(Exception):
@@ -33,9 +34,32 @@ class CacheError(PreftuneError, OSError):
 
 
 class TrainingError(PreftuneError, RuntimeError):
-    """A run had to stop: a non-finite loss or gradient, or a resume that would change the objective."""
+    """A run had to stop: a loss or gradient is not finite."""
 
     exit_code = 1
+
+
+@contextmanager
+def refused_as(kind: type[PreftuneError], what: str) -> Iterator[None]:
+    """Raise `kind` with `what` and the reason in one line for whatever a library raises; its own error is the cause.
+
+    For calls that a user's input can make fail in ways that no one can list (files of other formats, optimizers and
+    trackers of other packages).
+    """
+    try:
+        yield
+    except PreftuneError:
+        raise
+    except Exception as error:
+        raise kind(f"{what} ({first_line(error)})") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message that says something, or else the name of its class."""
+    kind = type(error).__name__
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    terse = isinstance(error, LookupError | AttributeError | TypeError)  # often no more than a name or number
+    return f"{kind}: {line}" if terse and line else line or kind
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -126,7 +127,7 @@ def test_going_on_from_a_saved_adapter(project, capsys):
 
 
 def test_a_run_is_not_written_over_unasked_and_is_resumed_when_asked(project, capsys):
-    save = ("training.save_strategy=steps", "training.save_steps=2")
+    save = SAVE
     assert run(capsys, "train", project / "run.yaml", *save)[0] == 0
     code, _, err = run(capsys, "train", project / "run.yaml", *save)
     assert code == 2
@@ -136,7 +137,7 @@ def test_a_run_is_not_written_over_unasked_and_is_resumed_when_asked(project, ca
     assert code == 0, err
     assert "nothing left to do" in out
     code, _, err = run(capsys, "train", project / "run.yaml", *save, resume, "loss.beta=0.3", "training.max_steps=6")
-    assert code == 1
+    assert code == 2
     assert "loss.beta: saved 0.1, now 0.3" in err
     assert run(capsys, "train", project / "run.yaml", *save, resume, "training.max_steps=6")[0] == 0
     entries = [json.loads(line) for line in (project / "out" / "metrics.jsonl").read_text().splitlines()]
@@ -165,7 +166,7 @@ def test_a_start_that_fails_leaves_no_run_and_a_refused_resume_no_trace(project,
     assert run(capsys, "train", project / "run.yaml", "data.train=none.jsonl")[0] == 2
     assert run(capsys, "train", project / "run.yaml", *SAVE)[0] == 0
     before = (project / "out" / "config.yaml").read_text()
-    assert run(capsys, "train", project / "run.yaml", *SAVE, RESUME, "loss.beta=0.2")[0] == 1
+    assert run(capsys, "train", project / "run.yaml", *SAVE, RESUME, "loss.beta=0.2")[0] == 2
     assert (project / "out" / "config.yaml").read_text() == before
 
 
@@ -202,6 +203,21 @@ MISTAKES = {
     "reference": (["train", "RUN", "reference={model: nobody/nothing}"], "nobody/nothing"),
     "reference name": (["train", "RUN", "reference={model: nobody/x}"], "reference.model: 'nobody/x'"),
     "no run": (["report", "."], "no metrics.jsonl there"),
+    "long name": (["train", "RUN", "data.train=" + 5000 * "a"], "no file can have this name"),
+    "no name": (["train", "RUN", 'output_dir="a\\0b"'], "output_dir:"),
+    "no folder": (["train", "RUN", "output_dir=/proc/nothing"], "output_dir: /proc/nothing cannot be written"),
+    "no demo folder": (["demo", "--output-dir", "/proc/nothing"], "output_dir: /proc/nothing cannot be written"),
+    "a file": (["demo", "--output-dir", "run.yaml"], "output_dir: run.yaml cannot be written"),
+    "a date": (["train", "RUN", "output_dir=2020-13-45"], "the value of output_dir: not valid YAML"),
+    "optimizer options": (
+        ["train", "RUN", "training.optim_args=foo"],
+        "training.optim: adamw_torch_fused cannot be used",
+    ),
+    "galore": (["train", "RUN", "training.optim=galore_adamw"], "training.optim: galore_adamw cannot be used"),
+    "lomo": (["train", "RUN", "training.optim=lomo"], "training.optim: lomo cannot be used"),
+    "hub": (["train", "RUN", "training.push_to_hub=true"], "training.push_to_hub: the hub cannot be reached"),
+    "adapter": (["train", "RUN", "model.adapter={path: .}"], "model.adapter.path: no adapter for this model at '.'"),
+    "template": (["train", "RUN", "model.chat_template=none.jinja"], "model.chat_template"),
     "unknown command": (["trian"], "No such command"),
     "unknown option": (["train", "--fast"], "No such option"),
 }
@@ -215,6 +231,102 @@ def test_a_users_mistake_is_a_message_and_exit_code_2(project, capsys, monkeypat
     assert code == 2
     assert words in err
     assert "Traceback" not in err
+
+
+def damaged(folder, name, content):
+    path = folder / name
+    assert path.exists()
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "adapter_model.safetensors", "optimizer.pt", "rng_state.pth"])
+def test_a_damaged_checkpoint_is_a_message(project, capsys, name):
+    assert run(capsys, "train", project / "run.yaml", *SAVE)[0] == 0
+    damaged(project / "out" / "checkpoint-4", name, b"{")
+    resume = f"training.resume_from_checkpoint={project / 'out' / 'checkpoint-4'}"
+    code, _, err = run(capsys, "train", project / "run.yaml", *SAVE, resume, "training.max_steps=6")
+    assert code == 2
+    assert "training.resume_from_checkpoint" in err
+    code, _, err = run(capsys, "train", project / "run.yaml", *SAVE, RESUME, "training.max_steps=6")
+    assert code == (0 if name == "trainer_state.json" else 2), "a checkpoint without its state is passed over"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("adapter_model.safetensors", b"{"),
+        ("adapter_config.json", b"{}"),
+        ("adapter_config.json", b'{"peft_type": "NEW"}'),
+        ("adapter_config.json", b"["),
+    ],
+)
+def test_a_damaged_adapter_is_a_message(project, capsys, name, content):
+    assert run(capsys, "train", project / "run.yaml")[0] == 0
+    damaged(project / "out", name, content)
+    start = (f"output_dir={project / 'second'}", f"model.adapter={{path: {project / 'out'}}}")
+    code, _, err = run(capsys, "train", project / "run.yaml", *start)
+    assert code == 2
+    assert "model.adapter.path: no adapter for this model" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("model.safetensors", b"{", "could not be loaded"),
+        ("config.json", b"{", "its config.json cannot be used"),
+        ("config.json", b"[]", "its config.json cannot be used"),
+        ("config.json", b'{"model_type": "llama", "hidden_size": "big"}', "model.name"),
+        ("tokenizer.json", b"{", "no usable tokenizer"),
+    ],
+)
+def test_a_damaged_model_is_a_message(project, capsys, tiny_folder, name, content, words):
+    shutil.copytree(tiny_folder, project / "model")
+    damaged(project / "model", name, content)
+    code, _, err = run(capsys, "train", project / "run.yaml", f"model.name={project / 'model'}")
+    assert code == 2
+    assert words in err
+
+
+def test_weights_that_are_no_numbers_are_a_message(project, capsys):
+    model = tiny.llama()
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    model.save_pretrained(project / "model")
+    tiny.tokenizer().save_pretrained(project / "model")
+    code, _, err = run(capsys, "train", project / "run.yaml", f"model.name={project / 'model'}")
+    assert code == 2
+    assert "own log-probabilities are not finite (nan)" in err
+
+
+def test_a_tokenizer_that_is_larger_than_the_model_is_a_message(project, capsys):
+    tiny.llama(vocab_size=100).save_pretrained(project / "model")
+    tiny.tokenizer().save_pretrained(project / "model")
+    code, _, err = run(capsys, "train", project / "run.yaml", f"model.name={project / 'model'}")
+    assert code == 2
+    assert "the model's embedding only 100 rows" in err
+
+
+def test_a_cut_metrics_file_and_damaged_facts(project, capsys):
+    assert run(capsys, "train", project / "run.yaml", *SAVE)[0] == 0
+    metrics = project / "out" / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes() + b'{"step": 4, "lo')
+    code, _, err = run(capsys, "train", project / "run.yaml", *SAVE, RESUME, "training.max_steps=6")
+    assert code == 0, err
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines() if "grad_norm" in line][-1] == 6
+    damaged(project / "out", "facts.json", b"{")
+    code, _, err = run(capsys, "report", project / "out")
+    assert code == 2
+    assert "facts.json: cannot be read; delete it" in err
+
+
+def test_an_interrupted_run_says_so(project, capsys, monkeypatch):
+    def stop(config, announce):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("preftune.build.build", stop)
+    code, _, err = run(capsys, "train", project / "run.yaml")
+    assert code == 130
+    assert "interrupted" in err
 
 
 def test_bad_rows_are_shown_before_a_model_is_loaded(project, capsys, monkeypatch):

@@ -7,6 +7,7 @@ import json
 
 import pytest
 from transformers import TrainingArguments
+from transformers.trainer_utils import SchedulerType
 
 from preftune.config import RunConfig, dump_yaml, load_config, training_arguments
 from preftune.config.training import DEFAULTS, FIXED, USED, training_model
@@ -96,6 +97,20 @@ REFUSED = {
     "training.output_dir=x": "training.output_dir: set output_dir at the top level",
     "training.metric_for_best_model=rewards/accuracy": "did you mean 'rewards/accuracies'?",
     "training.seed=-1": "training.seed: expected greater than or equal to 0",
+    "training.max_steps=0": "training.max_steps: must be > 0, or -1",
+    "training.adam_beta1=5": "training.adam_beta1: expected less than 1",
+    "training.adam_epsilon=-1": "training.adam_epsilon: expected greater than or equal to 0",
+    "training.log_level=foo": "training.log_level: unknown value 'foo'",
+    "training.save_strategy=best": "training.save_strategy: best needs training.metric_for_best_model",
+    "training.save_steps=5": "training.save_steps: has no effect without training.save_strategy: steps",
+    "training.eval_steps=5": "training.eval_steps: has no effect without training.eval_strategy: steps",
+    "training.hub_model_id=me/x": "training.hub_model_id: has no effect without training.push_to_hub: true",
+    "training.greater_is_better=true": "has no effect without training.metric_for_best_model",
+    "training.dataloader_persistent_workers=true": "no effect without training.dataloader_num_workers > 0",
+    "training.dataloader_multiprocessing_context=foo": "dataloader_multiprocessing_context: must be one of",
+    "data.max_length=true": "data.max_length: expected a number, got true",
+    "data.seed=false": "data.seed: expected a number, got false",
+    "loss.beta=true": "loss.beta: expected a finite number, got True",
 }
 
 
@@ -178,7 +193,12 @@ SAMPLES = {
     "metric_for_best_model": "loss",
     "use_cpu": True,
 }
-COMPANIONS = {"dataloader_prefetch_factor": {"dataloader_num_workers": 1}}
+COMPANIONS = {
+    "dataloader_prefetch_factor": {"dataloader_num_workers": 1},
+    "eval_steps": {"eval_strategy": "steps"},
+    "save_steps": {"save_strategy": "steps"},
+    "hub_model_id": {"push_to_hub": True},
+}
 DERIVED = {"report_to", "debug", "disable_tqdm", "dataloader_pin_memory"}  # transformers rewrites these
 
 
@@ -195,8 +215,9 @@ def test_defaults_are_ours_where_they_differ():
 
 
 def test_what_transformers_refuses_is_our_error_too(tmp_path):
+    fields = {"load_best_model_at_end": True, "save_strategy": "steps", "eval_strategy": "epoch"}
     with pytest.raises(ConfigError, match=r"training: load_best_model_at_end requires"):
-        training_arguments(str(tmp_path), use_cpu=True, load_best_model_at_end=True, save_strategy="steps")
+        training_arguments(str(tmp_path), use_cpu=True, **fields)
 
 
 def test_the_resolved_config_reads_back_and_keeps_no_secret(run_file, tmp_path):
@@ -211,6 +232,41 @@ def test_the_resolved_config_reads_back_and_keeps_no_secret(run_file, tmp_path):
 def test_a_run_that_goes_on_from_an_adapter_reads_back_too(run_file):
     config = load_config(run_file, ["model.adapter={path: some/adapter}"])
     assert load_config(config.resolved()).resolved() == config.resolved()
+
+
+@pytest.mark.parametrize("name", ["load_best_model_at_end", "eval_on_start"])
+def test_what_needs_an_evaluation_is_refused_without_one(run_file, name):
+    assert f"training.{name}: " in refused(run_file, "data.eval=null", f"training.{name}=true")
+
+
+@pytest.mark.parametrize("name", ["eval_strategy", "save_strategy", "logging_strategy"])
+def test_an_unquoted_no_is_no(run_file, name):
+    """YAML reads it as false."""
+    assert getattr(load_config(run_file, [f"training.{name}=no"]).training, name) == "no"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"lr_scheduler_type": "cosine_with_min_lr"},
+        {"lr_scheduler_type": "warmup_stable_decay"},
+        {"lr_scheduler_kwargs": {"foo": 1}},
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, fields):
+    with pytest.raises(ConfigError, match=r"training\.lr_scheduler_type: .* lr_scheduler_kwargs"):
+        training_arguments(str(tmp_path), use_cpu=True, **fields)
+
+
+@pytest.mark.parametrize("name", [kind.value for kind in SchedulerType])
+def test_every_schedule_can_be_used_with_what_it_needs(tmp_path, name):
+    needs = {
+        "cosine_with_min_lr": {"min_lr": 1e-7},
+        "cosine_warmup_with_min_lr": {"min_lr": 1e-7},
+        "warmup_stable_decay": {"num_decay_steps": 3},
+    }.get(name, {})
+    fields = {"lr_scheduler_type": name, "lr_scheduler_kwargs": needs, "eval_strategy": "steps", "eval_steps": 5}
+    assert training_arguments(str(tmp_path), use_cpu=True, **fields)
 
 
 def test_a_tracker_that_is_not_there_is_named(tmp_path):
@@ -235,6 +291,16 @@ def test_overrides_reach_into_sections_that_are_not_there(run_file):
         ("- a\n", "expected keys (model, data, loss, ...), got list"),
         ("", "expected keys (model, data, loss, ...), got NoneType"),
         ("a: !!python/object:os.system {}\n", "not valid YAML"),
+        ("{[a]: b}\n", "not valid YAML"),
+        ("{{a: b}: c}\n", "not valid YAML"),
+        ("a: \x01\n", "not valid YAML"),
+        ("a: 2020-13-45\n", "not valid YAML"),
+        ("a: !!int abc\n", "not valid YAML"),
+        ("a: !!int\n", "not valid YAML"),
+        ("a: !!binary é\n", "not valid YAML"),
+        ("a: !!timestamp x\n", "not valid YAML"),
+        ("a: " + 3000 * "[" + "\n", "not valid YAML"),
+        ("a: &x [*x]\n", "unknown key"),
     ],
 )
 def test_bad_yaml_is_an_error_with_its_line(tmp_path, text, words):

@@ -117,14 +117,37 @@ def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path):
     assert tiny.largest_difference(before, tiny.weights(goal.policy.model)) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("neftune_noise_alpha", 5.0),
+        ("label_smoothing_factor", 0.1),
+        ("bf16", True),
+        ("average_tokens_across_devices", False),
+        ("dataloader_drop_last", True),
+        ("torch_compile", True),
+        ("use_liger_kernel", True),
+        ("mixed_precision", "bf16"),
+    ],
+)
+def test_arguments_made_without_preftune_are_refused_alike(tmp_path, name, value):
+    args = tiny.arguments(tmp_path)
+    setattr(args, name, value)
+    with pytest.raises(ConfigError, match=name):
+        PreferenceTrainer(tiny.objective("dpo", LORA), args, tiny.rows(4))
+
+
 def test_arguments_that_would_lie_are_refused(tmp_path):
     goal, data = tiny.objective("dpo", LORA), tiny.rows(4)
     plain = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    with pytest.raises(ConfigError, match="remove_unused_columns"):
-        PreferenceTrainer(goal, plain, data)
-    plain.remove_unused_columns = False
     with pytest.raises(ConfigError, match="logging_nan_inf_filter"):
         PreferenceTrainer(goal, plain, data)
+    plain.logging_nan_inf_filter = False
+    with pytest.raises(ConfigError, match="remove_unused_columns"):
+        PreferenceTrainer(goal, plain, data)
+    fine = tiny.trainer(tmp_path, goal, data)
+    with pytest.raises(ConfigError, match=r"predict: .* use evaluate"):
+        fine.predict(data)
     with pytest.raises(ConfigError, match="dpo takes paired rows, the data is unpaired"):
         tiny.trainer(tmp_path, goal, tiny.rows(4, "unpaired"))
     with pytest.raises(ConfigError, match="kto takes unpaired rows, the data is paired; use to_unpaired"):
@@ -173,7 +196,7 @@ def test_resume_refuses_another_run_with_a_diff(checkpoint, words):
     """B90."""
     goal, data = CHANGES[words]()
     fit = tiny.trainer(checkpoint, goal, data, max_steps=4)
-    with pytest.raises(TrainingError, match="this run is not the one that was saved") as error:
+    with pytest.raises(ConfigError, match="this run is not the one that was saved") as error:
         fit.train(resume_from_checkpoint=True)
     assert words in str(error.value)
 
@@ -235,7 +258,7 @@ def other_reference(scale):
 def test_resume_sees_a_reference_with_other_weights(tmp_path):
     fields = {"save_strategy": "steps", "save_steps": 2}
     tiny.trainer(tmp_path, other_reference(1.0), tiny.rows(4), max_steps=2, **fields).train()
-    with pytest.raises(TrainingError, match="reference weights: saved"):
+    with pytest.raises(ConfigError, match="reference weights: saved"):
         tiny.trainer(tmp_path, other_reference(1.5), tiny.rows(4), max_steps=4).train(resume_from_checkpoint=True)
     tiny.trainer(tmp_path, other_reference(1.0), tiny.rows(4), max_steps=4).train(resume_from_checkpoint=True)
 
@@ -254,7 +277,7 @@ def test_resume_with_another_order_of_rows_is_refused(tmp_path, change, words):
     fields = {"save_strategy": "steps", "save_steps": 2}
     tiny.trainer(tmp_path, tiny.objective("dpo", LORA), tiny.rows(10), max_steps=2, **fields).train()
     fit = tiny.trainer(tmp_path, tiny.objective("dpo", LORA), tiny.rows(10), max_steps=4, **change)
-    with pytest.raises(TrainingError, match=words):
+    with pytest.raises(ConfigError, match=words):
         fit.train(resume_from_checkpoint=True)
 
 

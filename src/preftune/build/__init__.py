@@ -3,7 +3,7 @@
 from preftune.build.data import Data, prepare_data
 from preftune.build.objective import make_objective
 from preftune.build.results import finish, report_again
-from preftune.build.run import Run, build, claim_folder, describe_processes
+from preftune.build.run import Run, build, claim_folder, describe_processes, make_folder
 
 __all__ = [
     "Data",
@@ -12,6 +12,7 @@ __all__ = [
     "claim_folder",
     "describe_processes",
     "finish",
+    "make_folder",
     "make_objective",
     "prepare_data",
     "report_again",

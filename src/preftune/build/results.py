@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from preftune.build.run import Run
-from preftune.errors import ConfigError
+from preftune.errors import ConfigError, refused_as
 from preftune.report import RunReport, Sample, before_and_after, model_card, read_metrics, write_report
 from preftune.train.callbacks import METRICS_FILE
 from preftune.train.metrics import METRICS
@@ -57,7 +57,12 @@ def report_again(folder: Path) -> Path:
     if not path.exists():
         raise ConfigError(f"{folder}: no {METRICS_FILE} there; give a run's output folder")
     history = read_metrics(path)
-    facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8")) if (folder / FACTS_FILE).exists() else {}
+    facts = {}
+    if (folder / FACTS_FILE).exists():
+        with refused_as(
+            ConfigError, f"{folder / FACTS_FILE}: cannot be read; delete it to write the report without it"
+        ):
+            facts = {str(k): str(v) for k, v in dict(json.loads((folder / FACTS_FILE).read_text("utf-8"))).items()}
     page = RunReport(
         name=folder.name, history=history, facts=facts, figures=before_and_after(history), samples=(), notes=()
     )

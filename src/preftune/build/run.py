@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import set_seed
@@ -14,15 +15,17 @@ from transformers import set_seed
 from preftune.build.data import Data, prepare_data
 from preftune.build.objective import make_objective
 from preftune.config import RunConfig, dump_yaml, training_arguments
-from preftune.config.training import DEFAULTS, FIXED
-from preftune.errors import ConfigError
+from preftune.config.training import DEFAULTS
+from preftune.errors import ConfigError, refused_as
 from preftune.models.policy import trainable_parameters
 from preftune.report import RunReport, Sample, before_and_after, read_metrics
 from preftune.train import Objective, PreferenceTrainer
+from preftune.train.arguments import FIXED
 from preftune.train.callbacks import METRICS_FILE
 from preftune.train.identity import find_checkpoint, require_same_run
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import TrainerCallback
 
 CONFIG_FILE = "config.yaml"
@@ -47,8 +50,8 @@ class Run:
         step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         facts = {
             "base model": model.name + (f" at {model.revision}" if model.revision else ""),
-            "trained": f"{_adapter_words(self.config)}: {trained:,} of {total:,} parameters, stored in float32, "
-            f"computing in {model.dtype}",
+            "trained": f"{_adapter_words(self.config)}: {trained:,} of {total:,} parameters, stored in "
+            f"{_stored(policy.model)}, computing in {model.dtype}",
             "reference": self.objective.reference.describe(),
             "loss": f"{loss.name} ({', '.join(f'{k} {v:g}' for k, v in loss.parameters.items())})",
             "data": f"{self.config.data.train}: {len(self.data.train)} {self.data.train.layout} rows for training"
@@ -60,8 +63,6 @@ class Run:
         facts |= _training_words(self.config)
         difference = self.trainer.head_difference
         facts["head"] = f"fused log-probabilities agree with the model's own logits to {difference:.1e} nats a token"
-        if model.trainable_dtype != "float32":
-            facts["trained"] = facts["trained"].replace("stored in float32", f"stored in {model.trainable_dtype}")
         if model.adapter is not None:
             facts["to load"] = _stacked_on(self.config)
         return facts
@@ -74,10 +75,7 @@ class Run:
             require_same_run(self.trainer.identity, checkpoint)
         if self.trainer.is_world_process_zero():
             _begin(self.config, resuming=checkpoint is not None)
-        try:
-            return bool(self.trainer.train(resume_from_checkpoint=resume).metrics)
-        except ImportError as error:  # an optimizer or the like that comes in a package of its own
-            raise ConfigError(f"training: {error}") from None
+        return bool(self.trainer.train(resume_from_checkpoint=resume).metrics)
 
     def report(
         self,
@@ -105,28 +103,23 @@ def build(
 ) -> Run:
     """Check, read and load everything a run needs, cheap things first.
 
-    Order: the model's configuration and tokenizer, then all data (so that bad rows are known before a weight is
-    loaded), then the model, the reference and the trainer.
+    Order: the training arguments, the model's configuration and tokenizer, then all data (so that bad rows are known
+    before a weight is loaded), then the model, the reference and the trainer.
 
     Args:
         config: the run.
         callbacks: transformers' callbacks to add.
         announce: is told what was read, line by line, as soon as it is known.
     """
+    args = training_arguments(str(config.folder), **config.training.model_dump())
     data = prepare_data(config)
     for line in data.lines():
         announce(line)
-    args = training_arguments(str(config.folder), **config.training.model_dump())
     set_seed(args.seed)  # a new adapter starts from random values: the same for the same seed, on every process
     objective = make_objective(config)
+    adapter = None if config.model.adapter is None else config.model.adapter.model_dump(exclude={"path"})
     trainer = PreferenceTrainer(
-        objective,
-        args,
-        data.train,
-        data.eval,
-        objective.policy.tokenizer,
-        callbacks,
-        run={"adapter": None if config.model.adapter is None else config.model.adapter.model_dump(exclude={"path"})},
+        objective, args, data.train, data.eval, objective.policy.tokenizer, callbacks, run={"adapter": adapter}
     )
     return Run(config, data, objective, trainer)
 
@@ -138,19 +131,21 @@ def claim_folder(config: RunConfig) -> None:
     """
     if int(os.environ.get("RANK", "0")) != 0:
         return  # the first process decides and writes; the launcher ends the others with it
-    folder = config.folder
+    make_folder(config.folder)
     resuming = bool(getattr(config.training, "resume_from_checkpoint", None))
-    if (folder / CONFIG_FILE).exists() and not (resuming or config.overwrite):
+    if (config.folder / CONFIG_FILE).exists() and not (resuming or config.overwrite):
         raise ConfigError(
-            f"output_dir: {folder} holds a run already; choose another, set overwrite: true to start anew in it, or "
-            "training.resume_from_checkpoint: true to go on"
+            f"output_dir: {config.folder} holds a run already; choose another, set overwrite: true to start anew in "
+            "it, or training.resume_from_checkpoint: true to go on"
         )
-    try:
+
+
+def make_folder(folder: Path) -> None:
+    """Make an output folder and try to write in it."""
+    with refused_as(ConfigError, f"output_dir: {folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"output_dir: {folder} cannot be written ({error})") from None
 
 
 def _begin(config: RunConfig, resuming: bool) -> None:
@@ -184,6 +179,11 @@ def _training_words(config: RunConfig) -> dict[str, str]:
     set_here = [f"{name} {value}" for name, value in shown.items() if name in training.model_fields_set]
     words = {"training": ", ".join(set_here), "training defaults": ", ".join(ours)}
     return {key: value for key, value in words.items() if value}
+
+
+def _stored(model: nn.Module) -> str:
+    kinds = {str(p.dtype).removeprefix("torch.") for _, p in trainable_parameters(model)}
+    return " and ".join(sorted(kinds))
 
 
 def _adapter_words(config: RunConfig) -> str:

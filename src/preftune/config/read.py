@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel
 
 from preftune.config.run import RunConfig
-from preftune.errors import ConfigError, nearest
+from preftune.errors import ConfigError, first_line, nearest
 
 
 class _Loader(yaml.SafeLoader):
@@ -45,16 +45,20 @@ def _place(node: Any) -> str:
 
 
 def _parse(text: str, name: str) -> Any:
-    loader = _Loader(text)
-    loader.name = name
     try:
+        loader = _Loader(text)
+        loader.name = name
         return loader.get_single_data()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"{name}{line}: not valid YAML ({getattr(error, 'problem', None) or error})") from None
-    finally:
-        loader.dispose()
+        reason = getattr(error, "problem", None) or first_line(error)
+        raise ConfigError(f"{name}{line}: not valid YAML ({reason})") from None
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        # Dates and tagged scalars that are none, keys that are lists, brackets without end.
+        raise ConfigError(f"{name}: not valid YAML ({first_line(error)})") from None
 
 
 def load_config(source: str | Path | dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:

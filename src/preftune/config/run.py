@@ -5,11 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, TypeAdapter, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    TypeAdapter,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from preftune.config.training import training_model
+from preftune.config.training import ineffective, training_model
 from preftune.errors import nearest
 from preftune.losses import Loss, get_spec, loss_names, make_loss
 from preftune.train.metrics import METRICS
@@ -17,6 +26,15 @@ from preftune.train.metrics import METRICS
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        kinds = str(cls.model_fields[info.field_name].annotation)
+        if isinstance(value, bool) and ("int" in kinds or "float" in kinds) and "bool" not in kinds:
+            raise ValueError(f"expected a number, got {str(value).lower()}")
+        return value
 
 
 class AdapterConfig(_Section):
@@ -176,6 +194,8 @@ class RunConfig(_Section):
             training.eval_strategy = "epoch"
         if training.eval_strategy != "no" and self.data.eval is None:
             raise ValueError("training.eval_strategy: there is nothing to evaluate on; set data.eval")
+        if training.eval_on_start and self.data.eval is None:
+            raise ValueError("training.eval_on_start: there is nothing to evaluate on; set data.eval")
         wanted = training.metric_for_best_model
         if wanted is not None:
             name = wanted.removeprefix("eval_")
@@ -186,6 +206,8 @@ class RunConfig(_Section):
                 )
             if training.greater_is_better is None:
                 training.greater_is_better = METRICS[name]
+        if (problem := ineffective(training.model_dump())) is not None:
+            raise ValueError(problem)
         return self
 
     def resolved(self) -> dict[str, Any]:

@@ -11,64 +11,18 @@ import dataclasses
 import enum
 import types
 import typing
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 from transformers import TrainingArguments
-from transformers.integrations import get_available_reporting_integrations
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
-from transformers.training_args import OptimizerNames
+from transformers.training_args import OptimizerNames, trainer_log_levels
 
 from preftune.errors import ConfigError, nearest
-
-# name: (the only value accepted, why, what to do instead)
-FIXED: dict[str, tuple[Any, str]] = {
-    "accelerator_config": (None, "rows are dealt out by preftune's own sampler; leave it out"),
-    "auto_find_batch_size": (
-        False,
-        "would change the rows of a step in the middle of a run; lower per_device_train_batch_size and raise "
-        "gradient_accumulation_steps, which changes nothing but memory",
-    ),
-    "average_tokens_across_devices": (True, "off, a step's loss would depend on how rows fall on ranks; leave it on"),
-    "batch_eval_metrics": (False, "evaluation already keeps only sums and counts; leave it out"),
-    "bf16": (False, "the compute dtype is model.dtype; set model.dtype: bfloat16"),
-    "bf16_full_eval": (False, "evaluation runs in model.dtype; set model.dtype"),
-    "dataloader_drop_last": (False, "every row is used once per epoch; to use fewer rows shorten the data"),
-    "dataloader_in_order": (True, "batches out of order would change the rows of a step; leave it on"),
-    "deepspeed": (None, "is not supported yet; use torchrun (DDP) without it"),
-    "do_eval": (False, "has no effect here; set data.eval and training.eval_strategy"),
-    "do_predict": (False, "has no effect here; leave it out"),
-    "do_train": (False, "has no effect here; leave it out"),
-    "eval_accumulation_steps": (None, "evaluation keeps no predictions; leave it out"),
-    "eval_do_concat_batches": (True, "evaluation keeps no predictions; leave it out"),
-    "eval_use_gather_object": (False, "evaluation keeps no predictions; leave it out"),
-    "fp16": (False, "the compute dtype is model.dtype; set model.dtype: bfloat16"),
-    "fp16_full_eval": (False, "evaluation runs in model.dtype; set model.dtype"),
-    "fsdp": (None, "is not supported yet; use torchrun (DDP) without it"),
-    "fsdp_config": (None, "is not supported yet; use torchrun (DDP) without it"),
-    "ignore_data_skip": (False, "a resumed run would see rows twice; leave it off"),
-    "include_for_metrics": ([], "metrics are sums and counts over batches; leave it out"),
-    "include_num_input_tokens_seen": ("no", "tokens are always counted and logged as `tokens`; leave it out"),
-    "label_names": (None, "batches have no label columns; leave it out"),
-    "label_smoothing_factor": (0.0, "smooths next-token labels, which are not used here; set loss.label_smoothing"),
-    "length_column_name": ("length", "rows are not grouped by length; leave it out"),
-    "liger_kernel_config": (None, "the head is fused by preftune; leave it out"),
-    "local_rank": (-1, "is set by the launcher; start with torchrun"),
-    "logging_nan_inf_filter": (False, "would log a non-finite loss as the last finite one; leave it off"),
-    "neftune_noise_alpha": (None, "adds noise to the policy but not to the reference; leave it out"),
-    "parallelism_config": (None, "tensor and context parallelism are not supported yet; leave it out"),
-    "prediction_loss_only": (False, "evaluation always reports all metrics; leave it out"),
-    "remove_unused_columns": (False, "batches have no columns to remove; leave it off"),
-    "torch_compile": (False, "is not supported yet; leave it off"),
-    "torch_compile_backend": (None, "is not supported yet; leave it out"),
-    "torch_compile_mode": (None, "is not supported yet; leave it out"),
-    "train_sampling_strategy": ("random", "grouping rows by length or file order biases the steps; leave it out"),
-    "use_cache": (False, "keys and values of training passes are never used again; leave it off"),
-    "use_liger_kernel": (False, "the head is fused by preftune, in a form that keeps log-probabilities exact"),
-}
+from preftune.train.arguments import FIXED, require_usable, without_effect
 
 # Taken by preftune before they reach TrainingArguments.
 USED = {
@@ -93,13 +47,15 @@ DEFAULTS: dict[str, Any] = {
     "ddp_find_unused_parameters": False,
 }
 
-_ENUMS: dict[str, type[enum.Enum]] = {
-    "eval_strategy": IntervalStrategy,
-    "logging_strategy": IntervalStrategy,
-    "save_strategy": SaveStrategy,
-    "hub_strategy": HubStrategy,
-    "lr_scheduler_type": SchedulerType,
-    "optim": OptimizerNames,
+_ALLOWED: dict[str, list[str]] = {
+    "eval_strategy": [kind.value for kind in IntervalStrategy],
+    "logging_strategy": [kind.value for kind in IntervalStrategy],
+    "save_strategy": [kind.value for kind in SaveStrategy],
+    "hub_strategy": [kind.value for kind in HubStrategy],
+    "lr_scheduler_type": [kind.value for kind in SchedulerType],
+    "optim": [kind.value for kind in OptimizerNames],
+    "log_level": list(trainer_log_levels),
+    "log_level_replica": list(trainer_log_levels),
 }
 
 _BOUNDS: dict[str, dict[str, float]] = {
@@ -110,6 +66,9 @@ _BOUNDS: dict[str, dict[str, float]] = {
     "gradient_accumulation_steps": {"gt": 0},
     "max_grad_norm": {"ge": 0},
     "weight_decay": {"ge": 0},
+    "adam_beta1": {"ge": 0, "lt": 1},
+    "adam_beta2": {"ge": 0, "lt": 1},
+    "adam_epsilon": {"ge": 0},
     "warmup_steps": {"ge": 0},
     "logging_steps": {"gt": 0},
     "save_steps": {"gt": 0},
@@ -132,12 +91,21 @@ class _TrainingBase(BaseModel):
             raise ValueError(f"cannot be {value!r} (only {allowed!r}): {reason}")
         return value
 
-    @pydantic.field_validator(*_ENUMS, mode="after", check_fields=False)
+    @pydantic.field_validator("max_steps", mode="after", check_fields=False)
+    @classmethod
+    def _some_steps(cls, value: int) -> int:
+        if value == 0 or value < -1:
+            raise ValueError(f"must be > 0, or -1 to go by num_train_epochs, got {value}")
+        return value
+
+    @pydantic.field_validator(*_ALLOWED, mode="before", check_fields=False)
     @classmethod
     def _known_value(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         assert info.field_name is not None
         value = value.value if isinstance(value, enum.Enum) else value
-        allowed = [str(member.value) for member in _ENUMS[info.field_name]]
+        allowed = _ALLOWED[info.field_name]
+        if value is False and "no" in allowed:  # what YAML makes of an unquoted no
+            return "no"
         if value not in allowed:
             raise ValueError(f"unknown value {value!r}{nearest(str(value), allowed)} (allowed: {', '.join(allowed)})")
         return value
@@ -173,6 +141,8 @@ def training_arguments(output_dir: str, **fields: Any) -> TrainingArguments:
     except pydantic.ValidationError as error:
         raise ConfigError(explain(error, training_model(), "training")) from None
     values = checked.model_dump()
+    if (problem := ineffective(values)) is not None:
+        raise ConfigError(problem)
     for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
         new = old.replace("gradient", "activation")
         given = values.pop(old, None)
@@ -184,22 +154,15 @@ def training_arguments(output_dir: str, **fields: Any) -> TrainingArguments:
         args = TrainingArguments(output_dir=output_dir, **values)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"training: {str(error).lstrip('- ')}") from None
-    _require_trackers(args)
+    require_usable(args)
     if args.n_gpu > 1:
         args._n_gpu = 1  # see `PreferenceTrainer`: one process, one device
     return args
 
 
-def _require_trackers(args: TrainingArguments) -> None:
-    installed = get_available_reporting_integrations()
-    for name in args.report_to or []:
-        if name not in INTEGRATION_TO_CALLBACK:
-            known = sorted(INTEGRATION_TO_CALLBACK)
-            raise ConfigError(
-                f"training.report_to: {name!r} is not a tracker{nearest(name, known)} (there are: {', '.join(known)})"
-            )
-        if name not in installed:
-            raise ConfigError(f"training.report_to: {name} is not installed; pip install {name}, or leave it out")
+def ineffective(values: Mapping[str, Any]) -> str | None:
+    """The first of the fields' values that would have no effect beside the others, with the cure; or None."""
+    return without_effect(values, {name: field.default for name, field in training_model().model_fields.items()})
 
 
 def _default(f: dataclasses.Field[Any]) -> Any:
@@ -210,7 +173,7 @@ def _default(f: dataclasses.Field[Any]) -> Any:
 
 
 def _annotation(name: str, hint: Any) -> Any:
-    if name in _ENUMS:
+    if name in _ALLOWED:
         return str
     if name == "resume_from_checkpoint":
         return bool | str | None

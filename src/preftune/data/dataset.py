@@ -86,6 +86,11 @@ class PreferenceDataset(Dataset[TokenizedExample]):
         return desirable, len(self.examples) - desirable
 
     @cached_property
+    def largest_id(self) -> int:
+        """The largest token id of all rows."""
+        return max(max((*e.prompt_ids, *(i for c in e.completions for i in c.ids))) for e in self.examples)
+
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of every row's token ids, masks, labels and borrowed completions, in order."""
         digest = hashlib.blake2b(digest_size=16)

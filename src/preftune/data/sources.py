@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from preftune.errors import DataError
+from preftune.errors import DataError, first_line
 from preftune.types import Origin
 
 Row = dict[str, Any]
@@ -21,10 +21,14 @@ def read_rows(source: str | Path, split: str = "train") -> Iterator[tuple[Row, O
     `DataError` for a file that is missing, of an unknown kind, or damaged (with the line).
     """
     path = Path(source).expanduser()
-    if path.is_dir():
+    try:
+        is_folder, exists = path.is_dir(), path.exists()
+    except (OSError, ValueError) as error:  # too long, or with a character no name can have
+        raise DataError(f"{str(source)[:80]!r}: no file can have this name ({first_line(error)})") from None
+    if is_folder:
         raise DataError(f"{source}: is a folder; name one file ({', '.join(SUFFIXES)})")
-    if path.suffix in SUFFIXES or path.exists():
-        if not path.exists():
+    if path.suffix in SUFFIXES or exists:
+        if not exists:
             raise DataError(f"{source}: no such file (looked in {path.absolute().parent})")
         reader = {".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".parquet": _parquet}.get(path.suffix)
         if reader is None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from preftune.assets import SCHEME, fetch
-from preftune.build import Run, build, claim_folder, finish
+from preftune.build import Run, build, claim_folder, finish, make_folder
 from preftune.config import load_config
 from preftune.data import PreferenceDataset, load_examples, tokenize_examples
 from preftune.demo.measure import held_out_pairs, sampled_kl, side_by_side
@@ -86,6 +86,7 @@ class _Watcher(TrainerCallback):
 
 def run_demo(folder: Path, console: Console) -> dict[str, Any]:
     """Train both runs in `folder`, print their tables, write `report.html` and `summary.json`, return the summary."""
+    make_folder(folder)
     fetch(MODEL.removeprefix(SCHEME))
     train, held_out = split(read_sentences(fetch("movie_reviews")), SEED)
     console.print(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from preftune.errors import ModelError
+from preftune.errors import ModelError, refused_as
 
 REFERENCE_ADAPTER = "reference"
 
@@ -66,11 +66,8 @@ def load_adapter(model: PreTrainedModel, path: str) -> nn.Module:
     """Wrap `model` with an adapter saved earlier, trainable, to go on from it."""
     import peft
 
-    try:
+    with refused_as(ModelError, f"model.adapter.path: no adapter for this model at {path!r}"):
         return cast("nn.Module", peft.PeftModel.from_pretrained(model, path, is_trainable=True))
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ModelError(f"model.adapter.path: no adapter for this model at {path!r} ({reason})") from None
 
 
 def save_adapter(model: nn.Module, folder: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:

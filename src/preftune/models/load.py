@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from preftune.data.template import resolve_chat_template
-from preftune.errors import ModelError
+from preftune.errors import ModelError, first_line, refused_as
 from preftune.models.adapters import Lora, add_adapter, load_adapter
 from preftune.models.policy import Policy
 
@@ -34,10 +34,8 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    try:
+    with refused_as(ModelError, f"{key}: no usable tokenizer at {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{key}: no tokenizer at {name!r} ({_first_line(error)})") from None
     if chat_template is not None:
         tokenizer.chat_template = resolve_chat_template(chat_template)
     return cast("PreTrainedTokenizerBase", tokenizer)
@@ -52,9 +50,12 @@ def load_config(
 
     try:
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        where = "is a folder without a config.json" if Path(name).is_dir() else "no such folder or model on the hub"
-        raise ModelError(f"{key}: {name!r}: {where} ({_first_line(error)})") from None
+    except Exception as error:  # damaged files fail in as many ways as there are kinds of values
+        where = "no such folder or model on the hub"
+        if Path(name).is_dir():
+            there = Path(name, "config.json").exists()
+            where = "its config.json cannot be used" if there else "is a folder without a config.json"
+        raise ModelError(f"{key}: {name!r}: {where} ({first_line(error)})") from error
     seeing = [key for key in ("vision_config", "audio_config") if getattr(config, key, None) is not None]
     if seeing:
         raise ModelError(
@@ -85,12 +86,10 @@ def load_model(
         extra["quantization_config"] = _four_bits(dtype)
     if attn_implementation is not None:
         extra["attn_implementation"] = attn_implementation
-    try:
+    with refused_as(ModelError, f"{key}: {name!r} could not be loaded"):
         model = AutoModelForCausalLM.from_pretrained(
             name, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code, **extra
         )
-    except (OSError, ValueError, ImportError) as error:
-        raise ModelError(f"{key}: {name!r} could not be loaded ({_first_line(error)})") from None
     return cast("PreTrainedModel", model)
 
 
@@ -158,7 +157,3 @@ def _four_bits(dtype: torch.dtype) -> Any:
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

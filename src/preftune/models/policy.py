@@ -114,6 +114,11 @@ class Policy:
                 use_own_head(self.model)
                 fused = self.token_logps(batch)
                 worst = float((fused - own).abs().max())
+        if not own.isfinite().all():
+            raise ModelError(
+                f"{self.name}: the model's own log-probabilities are not finite ({float(own[~own.isfinite()][0])}); "
+                "its weights are damaged, or the products overflow in this dtype: set model.dtype: float32"
+            )
         if not worst <= SELF_CHECK_TOLERANCE[self.dtype]:
             at = int((fused - own).abs().argmax())
             raise ModelError(

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,11 @@ class MetricsFile(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = ""
+        kept = b""
         if state.global_step and self.path.exists():
-            lines = self.path.read_text(encoding="utf-8").splitlines()
-            kept = "".join(line + "\n" for line in lines if json.loads(line)["step"] <= state.global_step)
-        self.path.write_text(kept, encoding="utf-8")
+            lines = self.path.read_bytes().split(b"\n")
+            kept = b"".join(line + b"\n" for line in lines if 0 <= _step(line) <= state.global_step)
+        self.path.write_bytes(kept)
 
     def on_log(
         self,
@@ -68,6 +69,14 @@ class MetricsFile(TrainerCallback):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+
+
+def _step(line: bytes) -> int:
+    """The step of an entry; -1 for a line that was cut off when the run before was stopped."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return -1
 
 
 class Throughput:
@@ -185,6 +194,13 @@ class RichBar(TrainerCallback):
         if self.progress is not None:
             self.progress.stop()
             self.progress = None
+
+
+def close_bars(callbacks: Iterable[TrainerCallback]) -> None:
+    """Give the terminal back, however training ended."""
+    for callback in callbacks:
+        if isinstance(callback, RichBar):
+            callback.close()
 
 
 def use_own_progress(trainer: Trainer) -> None:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from preftune.data import PreferenceDataset
-from preftune.errors import ConfigError
+from preftune.errors import ConfigError, ModelError
+from preftune.models.head import causal_lm
+from preftune.train.arguments import require_exact
 from preftune.train.objective import Objective
 from preftune.types import Origin
 
@@ -22,10 +24,7 @@ def check_arguments(
     objective: Objective, args: TrainingArguments, train_dataset: PreferenceDataset, eval_dataset: Datasets | None
 ) -> None:
     """Refuse arguments and data sets that do not go with the objective."""
-    if args.remove_unused_columns:
-        raise ConfigError("training.remove_unused_columns: batches have no columns to remove; set it to false")
-    if args.logging_nan_inf_filter:
-        raise ConfigError("training.logging_nan_inf_filter: would hide a non-finite loss; set it to false")
+    require_exact(args)
     sets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset] if eval_dataset else []
     for dataset in [train_dataset, *sets]:
         check_layout(objective, dataset)
@@ -39,6 +38,12 @@ def check_layout(objective: Objective, dataset: PreferenceDataset) -> None:
     if dataset.layout != spec.layout:
         cure = "use to_unpaired" if spec.layout == "unpaired" else "give rows with prompt, chosen, rejected"
         raise ConfigError(f"loss.name: {spec.name} takes {spec.layout} rows, the data is {dataset.layout}; {cure}")
+    rows = causal_lm(objective.policy.model).get_input_embeddings().num_embeddings
+    if dataset.largest_id >= rows:
+        raise ModelError(
+            f"the data has token id {dataset.largest_id}, the model's embedding only {rows} rows; tokenise with the "
+            "model's own tokenizer, or resize the embedding and train it"
+        )
     if spec.needs_kl_baseline and all(example.mismatched is None for example in dataset.examples):
         raise ConfigError(f"loss.name: {spec.name} needs mismatched pairs; give tokenize_examples a mismatched_seed")
 

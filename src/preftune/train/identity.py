@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from preftune.data import PreferenceDataset
-from preftune.errors import ConfigError, TrainingError
+from preftune.errors import ConfigError
 from preftune.models.adapters import is_adapted
 from preftune.train.objective import Objective
 
@@ -114,10 +114,10 @@ def _read(path: Path) -> Any:
 
 
 def require_same_run(identity: Identity, checkpoint: str | Path) -> None:
-    """Raise `TrainingError` with a list of what differs when the checkpoint belongs to another run."""
+    """Raise `ConfigError` with a list of what differs when the checkpoint belongs to another run."""
     changes = _differences(_read(Path(checkpoint, FILE)), json.loads(json.dumps(identity)))
     if changes:
-        raise TrainingError(
+        raise ConfigError(
             f"cannot resume from {checkpoint}: this run is not the one that was saved\n"
             + "\n".join(f"  {key}: saved {old}, now {new}" for key, old, new in changes)
             + "\nset these back, or start a new run with another output_dir"

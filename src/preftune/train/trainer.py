@@ -22,7 +22,8 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from preftune.data import PreferenceDataset, StepSampler, collate
 from preftune.errors import ConfigError, TrainingError
 from preftune.models.adapters import is_adapted, save_adapter
-from preftune.train.callbacks import MetricsFile, RichBar, Throughput, use_own_progress
+from preftune.train.callbacks import MetricsFile, Throughput, close_bars, use_own_progress
+from preftune.train.foreign import ForeignErrors
 from preftune.train.guards import Datasets, check_arguments, check_layout, non_finite
 from preftune.train.identity import Identity, find_checkpoint, identify, require_same_run, save_identity
 from preftune.train.loader import StepLoader
@@ -47,7 +48,7 @@ class _Step:
     z_ref: Tensor | None = None
 
 
-class PreferenceTrainer(Trainer):
+class PreferenceTrainer(ForeignErrors, Trainer):
     """Trains an `Objective` with everything `transformers.Trainer` brings.
 
     The gradient of a step is that of (sum of the loss over all rows of the step, all micro-batches and ranks) /
@@ -55,8 +56,8 @@ class PreferenceTrainer(Trainer):
 
     Args:
         objective: policy, reference and loss.
-        args: transformers' arguments. Those that would be ignored or break exactness are refused in configs; here
-            `remove_unused_columns` and `logging_nan_inf_filter` have to be off.
+        args: transformers' arguments; those that would be ignored or break exactness are refused (see
+            `training_arguments`, whose defaults pass).
         train_dataset: rows of the layout that the loss takes.
         eval_dataset: one set, or several by name.
         tokenizer: saved with the model.
@@ -209,7 +210,7 @@ class PreferenceTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Count every row once: sums and counts over batches and ranks, and one baseline over the whole set."""
-        model = self._evaluation_model()
+        model = self.model_wrapped
         self._throughput.pause()
         meter = Meter()
         spec = self.objective.loss.spec
@@ -228,27 +229,22 @@ class PreferenceTrainer(Trainer):
         rows = len(cast("PreferenceDataset", dataloader.dataset))
         return EvalLoopOutput(predictions=cast("Any", None), label_ids=None, metrics=metrics, num_samples=rows)
 
-    def _evaluation_model(self) -> nn.Module:
-        """The model as wrapped for training, or prepared now where evaluation comes first."""
-        if self.model_wrapped is not self.model or not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
-            return cast("nn.Module", self.model_wrapped)
-        self.model_wrapped = self.accelerator.prepare(self.model)
-        if self.is_fsdp_enabled:
-            self.model = self.model_wrapped
-        return cast("nn.Module", self.model_wrapped)
-
     def floating_point_ops(self, inputs: Any) -> int:
         """Six operations per token and weight, by the usual estimate."""
         weights: int = sum(p.numel() for p in self.model.parameters())
         return 6 * int(inputs.input_ids.numel()) * weights
 
-    # Checkpoints
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: there are no predictions to return; `evaluate` returns every metric."""
+        raise ConfigError("predict: log-probabilities are no predictions; use evaluate(dataset)")
+
+    # Start, checkpoints, result
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         """Train, or go on from a checkpoint (True: the last one in the output folder).
 
-        Raises `TrainingError` when the checkpoint was saved by a run with another loss, data, base or reference. A
-        checkpoint that has all its steps already is loaded, and no step is taken.
+        Raises `ConfigError` when the checkpoint was saved by a run with another loss, data, base or reference. One
+        that has all its steps already is loaded, and no step is taken.
         """
         checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         if checkpoint is not None:
@@ -263,9 +259,7 @@ class PreferenceTrainer(Trainer):
         try:
             return cast("TrainOutput", super().train(resume_from_checkpoint=checkpoint, **kwargs))
         finally:
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, RichBar):
-                    callback.close()
+            close_bars(self.callback_handler.callbacks)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the card of whoever built the run (`card`), where there is one, in place of the generic one."""
