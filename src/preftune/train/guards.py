@@ -23,7 +23,7 @@ Datasets = PreferenceDataset | dict[str, PreferenceDataset]
 def check_arguments(
     objective: Objective, args: TrainingArguments, train_dataset: PreferenceDataset, eval_dataset: Datasets | None
 ) -> None:
-    """Refuse arguments and data sets that do not go with the objective."""
+    """Refuse arguments that would be ignored or inexact, and data sets that do not go with the objective."""
     require_exact(args)
     sets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset] if eval_dataset else []
     for dataset in [train_dataset, *sets]:
