@@ -9,8 +9,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from jaxtyping import install_import_hook
 
-# Every annotated shape in these packages is checked at each call while the tests run.
-install_import_hook(["preftune.ops", "preftune.losses"], "beartype.beartype")
+# Every annotated shape in these modules is checked at each call while the tests run.
+SHAPED = ("ops.token_logps", "ops.module", "ops.segments", "ops.token_kl", "losses")
+install_import_hook([f"preftune.{name}" for name in SHAPED], "beartype.beartype")
 
 import pytest
 import torch

@@ -17,7 +17,7 @@ from preftune.data import PreferenceDataset, StepSampler, collate, load_examples
 from preftune.errors import CacheError, ConfigError, DataError, ModelError, PreftuneError, TrainingError
 from preftune.losses import loss_names, make_loss, register
 from preftune.models import Lora, Policy, load_policy
-from preftune.ops import Head, token_logps
+from preftune.ops import Head, HeadOptions, TokenExtras, TokenLogProbs, token_logps
 from preftune.reference import AdapterOff, AdapterStart, FrozenReference, NoReference, default_reference, frozen_copy
 from preftune.train import Objective, PreferenceTrainer
 from preftune.types import Batch, SequenceLogps
@@ -33,6 +33,7 @@ __all__ = [
     "DataError",
     "FrozenReference",
     "Head",
+    "HeadOptions",
     "Lora",
     "ModelError",
     "NoReference",
@@ -43,6 +44,8 @@ __all__ = [
     "PreftuneError",
     "SequenceLogps",
     "StepSampler",
+    "TokenExtras",
+    "TokenLogProbs",
     "TrainingError",
     "collate",
     "default_reference",

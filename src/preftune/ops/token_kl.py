@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from preftune.ops.token_logps import Head, chunks
+from preftune.ops.head import Head
+from preftune.ops.pointwise import spans
 from preftune.types import Hidden, TokenLogps
 
 
@@ -22,7 +23,7 @@ def token_kl(hidden: Hidden, head: Head, ref_hidden: Hidden, ref_head: Head, chu
         chunk: positions per chunk, >= 1.
     """
     parts = []
-    for part in chunks(len(hidden), chunk):
+    for part in spans(0, len(hidden), chunk):
         logp = head.logits(hidden[part]).log_softmax(-1)
         parts.append((logp.exp() * (logp - ref_head.logits(ref_hidden[part]).log_softmax(-1))).sum(-1))
     return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.promote_types(hidden.dtype, torch.float32))
