@@ -210,13 +210,24 @@ MISTAKES = {
     "a file": (["demo", "--output-dir", "run.yaml"], "output_dir: run.yaml cannot be written"),
     "a date": (["train", "RUN", "output_dir=2020-13-45"], "the value of output_dir: not valid YAML"),
     "optimizer options": (
-        ["train", "RUN", "training.optim_args=foo"],
-        "training.optim: adamw_torch_fused cannot be used",
+        ["train", "RUN", "training.optim=sgd", "training.optim_args=momentum=big"],
+        "training.optim: sgd cannot be used",
     ),
     "galore": (["train", "RUN", "training.optim=galore_adamw"], "training.optim: galore_adamw cannot be used"),
     "lomo": (["train", "RUN", "training.optim=lomo"], "training.optim: lomo cannot be used"),
     "hub": (["train", "RUN", "training.push_to_hub=true"], "training.push_to_hub: the hub cannot be reached"),
     "adapter": (["train", "RUN", "model.adapter={path: .}"], "model.adapter.path: no adapter for this model at '.'"),
+    "misspelt target": (
+        ["train", "RUN", "model.adapter.target_modules=[q_proj, v_prj]"],
+        "model.adapter.target_modules: the model has no layer 'v_prj'; did you mean 'v_proj'?",
+    ),
+    "misspelt module": (
+        ["train", "RUN", "model.adapter.modules_to_save=[foo]"],
+        "model.adapter.modules_to_save: the model has no layer 'foo'",
+    ),
+    "revision": (["train", "RUN", "model.revision=abc"], "model.revision: "),
+    "split": (["train", "RUN", "data.split=test"], "data.split: has no effect"),
+    "eval split": (["train", "RUN", "data.eval_split=dev"], "data.eval_split: has no effect"),
     "template": (["train", "RUN", "model.chat_template=none.jinja"], "model.chat_template"),
     "unknown command": (["trian"], "No such command"),
     "unknown option": (["train", "--fast"], "No such option"),
@@ -231,6 +242,46 @@ def test_a_users_mistake_is_a_message_and_exit_code_2(project, capsys, monkeypat
     assert code == 2
     assert words in err
     assert "Traceback" not in err
+
+
+def test_a_resumed_finished_run_keeps_its_best_model(project, capsys):
+    best = ("training.eval_strategy=steps", "training.eval_steps=2", "training.load_best_model_at_end=true",
+            "training.metric_for_best_model=logps/rejected", "training.greater_is_better=true")  # fmt: skip
+    assert run(capsys, "train", project / "run.yaml", *SAVE, *best)[0] == 0
+    weights = (project / "out" / "adapter_model.safetensors").read_bytes()
+    last = (project / "out" / "checkpoint-4" / "adapter_model.safetensors").read_bytes()
+    assert weights != last, "the last is not the best here"
+    assert run(capsys, "train", project / "run.yaml", *SAVE, *best, RESUME)[0] == 0
+    assert (project / "out" / "adapter_model.safetensors").read_bytes() == weights
+
+
+def test_a_checkpoint_of_another_folder_does_not_make_its_run_ones_own(project, capsys):
+    """A folder that holds a run is not written over, and a run that goes on elsewhere takes its metrics along."""
+    start = ("train", project / "run.yaml", *SAVE)
+    assert run(capsys, *start)[0] == 0
+    assert run(capsys, *start, f"output_dir={project / 'other'}", "training.learning_rate=0.1")[0] == 0
+    resume = f"training.resume_from_checkpoint={project / 'out' / 'checkpoint-2'}"
+    code, _, err = run(capsys, *start, f"output_dir={project / 'other'}", resume)
+    assert code == 2
+    assert "holds a run already" in err
+    assert run(capsys, *start, f"output_dir={project / 'other'}", resume, "overwrite=true")[0] == 0
+    losses = [
+        [json.loads(line).get("loss") for line in (project / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("out", "other")
+    ]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_an_adapter_of_another_model_is_refused(project, capsys, layers):
+    tiny.llama(num_hidden_layers=layers).save_pretrained(project / "model")
+    tiny.tokenizer().save_pretrained(project / "model")
+    other = f"model.name={project / 'model'}"
+    assert run(capsys, "train", project / "run.yaml", other)[0] == 0
+    start = (f"output_dir={project / 'second'}", f"model.adapter={{path: {project / 'out'}}}")
+    code, _, err = run(capsys, "train", project / "run.yaml", *start)
+    assert code == 2
+    assert "was made for another model" in err
 
 
 def damaged(folder, name, content):

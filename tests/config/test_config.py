@@ -108,6 +108,15 @@ REFUSED = {
     "training.greater_is_better=true": "has no effect without training.metric_for_best_model",
     "training.dataloader_persistent_workers=true": "no effect without training.dataloader_num_workers > 0",
     "training.dataloader_multiprocessing_context=foo": "dataloader_multiprocessing_context: must be one of",
+    "training.num_train_epochs=.inf": "training.num_train_epochs: expected a finite number",
+    "training={gradient_checkpointing: true, gradient_checkpointing_kwargs: {foo: 1}}": "unknown option 'foo'",
+    "training.activation_checkpointing_kwargs={debug: true}": "without training.activation_checkpointing: true",
+    "training.optim_target_modules=[a]": "training.optim_target_modules: has no effect with optim adamw_torch",
+    "training.hub_token=hf_x": "training.hub_token: has no effect without training.push_to_hub: true",
+    "training={optim: sgd, optim_args: foo=1}": "training.optim_args: foo has no effect with optim sgd",
+    "training.optim_args=foo=1": "training.optim_args: foo=1 has no effect with optim adamw_torch",
+    'output_dir=""': "output_dir: expected",
+    "model={name: m, dtype: float32, trainable_dtype: bfloat16}": "bfloat16 weights cannot compute in float32",
     "data.max_length=true": "data.max_length: expected a number, got true",
     "data.seed=false": "data.seed: expected a number, got false",
     "loss.beta=true": "loss.beta: expected a finite number, got True",
@@ -198,6 +207,7 @@ COMPANIONS = {
     "eval_steps": {"eval_strategy": "steps"},
     "save_steps": {"save_strategy": "steps"},
     "hub_model_id": {"push_to_hub": True},
+    "hub_token": {"push_to_hub": True},
 }
 DERIVED = {"report_to", "debug", "disable_tqdm", "dataloader_pin_memory"}  # transformers rewrites these
 
@@ -221,7 +231,7 @@ def test_what_transformers_refuses_is_our_error_too(tmp_path):
 
 
 def test_the_resolved_config_reads_back_and_keeps_no_secret(run_file, tmp_path):
-    config = load_config(run_file, ["training.hub_token=hf_secret"])
+    config = load_config(run_file, ["training.hub_token=hf_secret", "training.push_to_hub=true"])
     text = dump_yaml(config.resolved())
     assert "hf_secret" not in text
     again = tmp_path / "again.yaml"
@@ -251,11 +261,29 @@ def test_an_unquoted_no_is_no(run_file, name):
         {"lr_scheduler_type": "cosine_with_min_lr"},
         {"lr_scheduler_type": "warmup_stable_decay"},
         {"lr_scheduler_kwargs": {"foo": 1}},
+        {"lr_scheduler_kwargs": "foo"},
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, fields):
     with pytest.raises(ConfigError, match=r"training\.lr_scheduler_type: .* lr_scheduler_kwargs"):
         training_arguments(str(tmp_path), use_cpu=True, **fields)
+
+
+def test_options_of_a_schedule_that_takes_none_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="constant takes none"):
+        training_arguments(
+            str(tmp_path), use_cpu=True, lr_scheduler_type="constant", lr_scheduler_kwargs={"num_cycles": 1}
+        )
+
+
+def test_no_tracker_is_none(tmp_path):
+    assert training_arguments(str(tmp_path), use_cpu=True, report_to=None).report_to == []
+
+
+def test_yaml_merge_keys_are_read(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("a: &x {name: m}\nmodel: {<<: *x, dtype: float32}\n")
+    assert "a: unknown key" in refused(path)
 
 
 @pytest.mark.parametrize("name", [kind.value for kind in SchedulerType])

@@ -66,7 +66,7 @@ def test_ends_and_beginnings_written_into_plain_text_do_not_double():
     adding._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     dataset, _ = tokenize(adding, {"prompt": "<s>a", "chosen": "b", "rejected": "c"})
     assert dataset[0].prompt_ids.count(1) == 1
-    with pytest.raises(DataError, match="'prompt' holds '<s>' in its text"):
+    with pytest.raises(DataError, match="the prompt holds '<s>' in its text"):
         tokenize(adding, {"prompt": "a <s>", "chosen": "b", "rejected": "c"})
 
 

@@ -13,8 +13,8 @@ import tiny
 from preftune.data import collate
 from preftune.errors import ModelError
 from preftune.models import Lora, Policy, head, load_policy
-from preftune.models.adapters import add_adapter
-from preftune.models.head import install, use_own_head, uses_own_head
+from preftune.models.adapters import adapter_state, add_adapter
+from preftune.models.head import describe_head, install, use_own_head, uses_own_head
 from preftune.models.load import load_config
 
 SMALL = {
@@ -157,11 +157,52 @@ def test_an_adapter_on_the_head_is_used_and_trained():
     assert all(p.grad.abs().sum() > 0 for n, p in model.named_parameters() if "lm_head" in n and "lora" in n)
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_on_a_tied_head_and_embedding_has_the_gradients_of_the_whole_logits(dora):
+    """The gradient of the tied weight comes from both ends; those of the adapter from the head."""
+    torch.manual_seed(3)
+    model = add_adapter(
+        tiny.llama(dtype=torch.float64, tie_word_embeddings=True),
+        Lora(r=4, target_modules=("q_proj", "lm_head"), use_dora=dora),
+    ).double()
+    model.get_base_model().get_input_embeddings().weight.requires_grad_()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1)
+    policy, batch = Policy(model), collate(tiny.rows(3).examples)
+    fused = torch.autograd.grad(policy.sequence_logps(batch).sum(), list_of(model))
+    naive = torch.autograd.grad(policy._own_logps(batch).sum(), list_of(model))
+    assert len(fused) == 1 + 2 * 3 + (3 if dora else 0) - 0
+    for got, expected in zip(fused, naive, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+        assert got.abs().sum() > 0
+
+
+def list_of(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def test_extras_come_out_of_the_models_forward():
+    policy = Policy(make("Gemma2"))
+    batch = collate(tiny.rows(2).examples)
+    logps, extras = policy.token_extras(batch)
+    assert torch.equal(logps, policy.token_logps(batch))
+    with torch.no_grad():
+        logits = policy.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+    p = logits.flatten(0, 1)[batch.positions].log_softmax(-1)
+    torch.testing.assert_close(extras.entropy, -(p.exp() * p).sum(-1), rtol=1e-4, atol=1e-4)
+    assert torch.equal(extras.is_top, p.argmax(-1) == batch.targets)
+
+
 def test_a_saved_head_module_is_used_and_trained():
     model = add_adapter(tiny.llama(), Lora(r=4, target_modules=("q_proj",), modules_to_save=("lm_head",)))
     policy = Policy(model)
     batch = collate(tiny.rows(2).examples)
     assert policy.self_check(batch) < 1e-4
+    assert describe_head(model.get_base_model()).weight is model.get_base_model().lm_head.modules_to_save.default.weight
+    with adapter_state(model, None):
+        assert describe_head(model.get_base_model()).weight is model.get_base_model().lm_head.original_module.weight
     policy.sequence_logps(batch).sum().backward()
     assert any("modules_to_save" in n and p.grad is not None for n, p in model.named_parameters())
 

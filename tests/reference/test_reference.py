@@ -150,6 +150,8 @@ def test_what_counts_as_a_fresh_adapter():
     """B = 0 is not enough: DoRA's magnitudes may have moved; and an adapter on embeddings starts with A = 0."""
     dora = add_adapter(tiny.llama(), Lora(r=4, target_modules=("q_proj",), use_dora=True))
     assert starts_at_base(dora)
+    narrow = tiny.llama(dtype=torch.bfloat16)
+    assert starts_at_base(add_adapter(narrow, Lora(r=4, target_modules=("q_proj",), use_dora=True)))
     layer = next(m for m in dora.modules() if getattr(m, "lora_magnitude_vector", None))
     layer.lora_magnitude_vector["default"].weight.data[3] *= 1.1
     assert not starts_at_base(dora)

@@ -146,6 +146,33 @@ def test_resumed_equals_uninterrupted_to_the_last_bit(tmp_path, loss, lora):
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_a_resume_between_two_entries_logs_what_an_uninterrupted_run_logs(tmp_path, loss):
+    """Sums, counts and tokens of the steps before the checkpoint are part of the next entry and of the totals."""
+
+    def run(folder, stop_after=None, resume=None):
+        fit = tiny.trainer(
+            folder, tiny.objective(loss), tiny.rows(11, tiny.loss_layout(loss)), save_strategy="steps", save_steps=3,
+            max_steps=7, logging_steps=4, logging_first_step=False, learning_rate=0.5,
+        )  # fmt: skip
+        if stop_after:
+            fit.add_callback(StopAfter(stop_after))
+        output = fit.train(resume_from_checkpoint=resume)
+        timed = ("per_second", "runtime", "flos")
+        return output, [{k: v for k, v in e.items() if not any(t in k for t in timed)} for e in lines(folder)]
+
+    whole, entries = run(tmp_path / "whole")
+    assert [e["step"] for e in entries] == [4, 7, 7], "the last step is logged, too"
+    run(tmp_path / "parts", stop_after=3)
+    resumed, again = run(tmp_path / "parts", resume=True)
+    assert again == entries
+    # 6 steps of 2 rows and one of 1, weighed by their rows.
+    assert whole.training_loss == resumed.training_loss == entries[-1]["train_loss"]
+    rows = [8, 5]
+    expected = sum(n * e["loss"] for n, e in zip(rows, entries, strict=False)) / sum(rows)
+    assert whole.training_loss == pytest.approx(expected, rel=1e-6)
+
+
 def test_going_on_from_an_adapter_resumes_to_the_last_bit_too(tmp_path):
     """The frozen copy of the starting adapter is made from the start again, not from the checkpoint."""
     torch.manual_seed(5)

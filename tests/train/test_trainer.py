@@ -218,7 +218,7 @@ def test_resume_from_nowhere_is_refused(tmp_path):
     fit = tiny.trainer(tmp_path / "x", tiny.objective("dpo", LORA), tiny.rows(4), max_steps=2)
     with pytest.raises(ConfigError, match="no checkpoint to resume from"):
         fit.train(resume_from_checkpoint=True)
-    with pytest.raises(ConfigError, match="no whole checkpoint of preftune there"):
+    with pytest.raises(ConfigError, match="no whole checkpoint of preftune"):
         fit.train(resume_from_checkpoint=str(tmp_path / "y"))
 
 
@@ -237,10 +237,23 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(tmp_path, damage, how, ca
     again = fit(6)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 6
-    assert "checkpoint-4 is not a whole checkpoint, passed over" in caplog.text
+    assert re.search(r"checkpoint-4 is not a whole checkpoint \(.*\), passed over", caplog.text)
     (tmp_path / "checkpoint-6" / damage).unlink()
-    with pytest.raises(ConfigError, match="no whole checkpoint of preftune there"):
+    with pytest.raises(ConfigError, match="no whole checkpoint of preftune"):
         fit(8).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+def test_a_checkpoint_without_the_optimizers_state_is_not_gone_on_from(tmp_path, name):
+    """It would go on with a fresh one, to other weights, and say nothing; `save_only_model` leaves it out."""
+    fields = {"save_strategy": "steps", "save_steps": 2}
+    tiny.trainer(tmp_path, tiny.objective("dpo", LORA), tiny.rows(4), max_steps=2, **fields).train()
+    (tmp_path / "checkpoint-2" / name).unlink()
+    fit = tiny.trainer(tmp_path, tiny.objective("dpo", LORA), tiny.rows(4), max_steps=4, **fields)
+    with pytest.raises(ConfigError, match=f"{name} is missing"):
+        fit.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    with pytest.raises(ConfigError, match="no checkpoint to resume from"):
+        fit.train(resume_from_checkpoint=True)
 
 
 def other_reference(scale):

@@ -11,6 +11,7 @@ from preftune.config import RunConfig
 from preftune.data import PreferenceDataset, RowReport, load_examples, to_unpaired, tokenize_examples
 from preftune.data.formats import Loaded
 from preftune.data.holdout import hold_out
+from preftune.data.sources import is_hub_name
 from preftune.errors import ConfigError, DataError
 from preftune.losses import Loss
 from preftune.models import load_tokenizer
@@ -47,6 +48,7 @@ def prepare_data(config: RunConfig) -> Data:
     limit = _max_length(config, load_config(name, model.revision, model.trust_remote_code))
     tokenizer = load_tokenizer(name, model.revision, model.chat_template, model.trust_remote_code)
     loss = config.loss.make()
+    _require_hub_for_splits(config)
     loaded = _of_layout(load_examples(resolve(config.data.train), config.data.split), loss, config.data.train)
     held_out: Loaded | None = None
     eval_name = config.data.train
@@ -96,6 +98,13 @@ def _tokenized(
         mismatched_seed=config.data.seed if loss.spec.needs_kl_baseline else None,
         lenders=lenders,
     )
+
+
+def _require_hub_for_splits(config: RunConfig) -> None:
+    """A split is a hub data set's: given for a file, or for a share, it would do nothing."""
+    for key, split, source in (("split", "train", config.data.train), ("eval_split", "test", config.data.eval)):
+        if getattr(config.data, key) != split and not (isinstance(source, str) and is_hub_name(resolve(source))):
+            raise ConfigError(f"data.{key}: has no effect: {source!r} is no data set on the hub; leave it out")
 
 
 def _require_both_classes(config: RunConfig, dataset: PreferenceDataset) -> None:

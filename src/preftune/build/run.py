@@ -74,7 +74,7 @@ class Run:
         if checkpoint is not None:
             require_same_run(self.trainer.identity, checkpoint)
         if self.trainer.is_world_process_zero():
-            _begin(self.config, resuming=checkpoint is not None)
+            _begin(self.config, checkpoint)
         return bool(self.trainer.train(resume_from_checkpoint=resume).metrics)
 
     def report(
@@ -132,7 +132,9 @@ def claim_folder(config: RunConfig) -> None:
     if int(os.environ.get("RANK", "0")) != 0:
         return  # the first process decides and writes; the launcher ends the others with it
     make_folder(config.folder)
-    resuming = bool(getattr(config.training, "resume_from_checkpoint", None))
+    resume = getattr(config.training, "resume_from_checkpoint", None)
+    # A checkpoint of another folder's run does not make the run in this one its own.
+    resuming = resume is True or (bool(resume) and _is_own(str(resume), config.folder))
     if (config.folder / CONFIG_FILE).exists() and not (resuming or config.overwrite):
         raise ConfigError(
             f"output_dir: {config.folder} holds a run already; choose another, set overwrite: true to start anew in "
@@ -148,12 +150,23 @@ def make_folder(folder: Path) -> None:
             pass
 
 
-def _begin(config: RunConfig, resuming: bool) -> None:
-    """Save the configuration, without what only said how to start; an overwritten run's checkpoints go with it."""
-    if not resuming:
+def _is_own(checkpoint: str, folder: Path) -> bool:
+    return Path(checkpoint).expanduser().resolve().parent == folder.resolve()
+
+
+def _begin(config: RunConfig, checkpoint: str | None) -> None:
+    """Save the configuration, without what only said how to start; an overwritten run's checkpoints go with it.
+
+    A run that goes on from another folder's checkpoint takes that run's metrics with it.
+    """
+    if checkpoint is None or not _is_own(checkpoint, config.folder):
         for old in config.folder.glob("checkpoint-*"):
             if (old / "trainer_state.json").exists():
                 shutil.rmtree(old)
+        (config.folder / METRICS_FILE).unlink(missing_ok=True)
+        before = Path(checkpoint or "").parent / METRICS_FILE
+        if checkpoint is not None and before.exists():
+            shutil.copyfile(before, config.folder / METRICS_FILE)
     data = config.resolved()
     data["overwrite"] = False
     data["training"]["resume_from_checkpoint"] = None

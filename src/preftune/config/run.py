@@ -25,7 +25,7 @@ from preftune.train.metrics import METRICS
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -81,6 +81,8 @@ class ModelConfig(_Section):
     def _quantized_has_adapter(self) -> ModelConfig:
         if self.load_in_4bit and self.adapter is None:
             raise ValueError("load_in_4bit: quantized weights cannot be trained; add an adapter")
+        if self.trainable_dtype == "bfloat16" and self.dtype != "bfloat16":
+            raise ValueError(f"trainable_dtype: bfloat16 weights cannot compute in {self.dtype}; set dtype: bfloat16")
         return self
 
 
@@ -175,7 +177,9 @@ class RunConfig(_Section):
     loss: LossConfig
     reference: ReferenceConfig = ReferenceConfig()
     training: training_model() = Field(default_factory=lambda: training_model()())  # type: ignore[valid-type]
-    output_dir: str = Field("preftune-run", description="Where checkpoints, metrics, report and result go.")
+    output_dir: str = Field(
+        "preftune-run", min_length=1, description="Where checkpoints, metrics, report and result go."
+    )
     overwrite: bool = Field(False, description="Start anew in an output_dir that holds a run already.")
 
     @model_validator(mode="after")

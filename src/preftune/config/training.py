@@ -47,6 +47,8 @@ DEFAULTS: dict[str, Any] = {
     "ddp_find_unused_parameters": False,
 }
 
+_CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+
 _ALLOWED: dict[str, list[str]] = {
     "eval_strategy": [kind.value for kind in IntervalStrategy],
     "logging_strategy": [kind.value for kind in IntervalStrategy],
@@ -81,7 +83,7 @@ _BOUNDS: dict[str, dict[str, float]] = {
 
 
 class _TrainingBase(BaseModel):
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
 
     @pydantic.field_validator("*", mode="before")
     @classmethod
@@ -89,6 +91,20 @@ class _TrainingBase(BaseModel):
         if info.field_name in FIXED and value != FIXED[info.field_name][0]:
             allowed, reason = FIXED[info.field_name]
             raise ValueError(f"cannot be {value!r} (only {allowed!r}): {reason}")
+        return value
+
+    @pydantic.field_validator("report_to", mode="before", check_fields=False)
+    @classmethod
+    def _no_tracker(cls, value: Any) -> Any:
+        return "none" if value is None else value
+
+    @pydantic.field_validator(*_CHECKPOINTING, mode="after", check_fields=False)
+    @classmethod
+    def _known_option(cls, value: Any) -> Any:
+        known = ("use_reentrant", "preserve_rng_state", "determinism_check", "early_stop", "debug")
+        for name in value or {}:
+            if name not in known:
+                raise ValueError(f"unknown option {name!r}{nearest(str(name), known)} (allowed: {', '.join(known)})")
         return value
 
     @pydantic.field_validator("max_steps", mode="after", check_fields=False)

@@ -62,6 +62,7 @@ def examples_from_rows(rows: Iterable[tuple[Row, Origin]], source: str) -> Loade
     for row, origin in rows:
         total += 1
         unused.update(str(column) for column in row if column not in KNOWN_COLUMNS)
+        unused.update(f"{key} of a message" for key in _unused_keys(row))
         try:
             examples.append(_example(row, origin))
         except RowError as error:
@@ -87,6 +88,13 @@ def to_unpaired(examples: Iterable[Example]) -> list[UnpairedExample]:
             rows.append(UnpairedExample(example.prompt, example.chosen, True, example.origin))
             rows.append(UnpairedExample(example.prompt, example.rejected, False, example.origin))
     return rows
+
+
+def _unused_keys(row: Row) -> set[str]:
+    """Keys of a row's messages, other than role and text, that hold something."""
+    turns = [turn for value in row.values() if isinstance(value, list) for turn in value if isinstance(turn, dict)]
+    used = ("role", "from", "content", "value")
+    return {str(key) for turn in turns for key, value in turn.items() if key not in used and value is not None}
 
 
 def _example(row: Row, origin: Origin) -> Example:

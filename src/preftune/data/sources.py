@@ -14,6 +14,12 @@ Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 
 
+def is_hub_name(source: str) -> bool:
+    """Whether `read_rows` would look for it on the hub."""
+    path = Path(source).expanduser()
+    return path.suffix not in SUFFIXES and not path.exists()
+
+
 def read_rows(source: str | Path, split: str = "train") -> Iterator[tuple[Row, Origin]]:
     """Yield `(row, origin)` from a JSONL, JSON or Parquet file, or from a data set of that name on the hub.
 

@@ -120,18 +120,22 @@ class RowTokenizer:
         ids = self._ids(text)
         if self.bos and ids[:1] != self.bos:
             ids = self.bos + ids
-        if self.bos and self.bos[0] in ids[1:]:
-            token = self.tokenizer.decode(self.bos)
-            raise RowError(
-                "a second beginning of sequence",
-                f"'prompt' holds {token!r} in its text; the tokenizer puts it at the start, remove the others",
-            )
+        self._require_no_bos(ids[1:], "the prompt")
         if not ids:
             raise RowError("the prompt has no tokens")
         return ids
 
+    def _require_no_bos(self, ids: list[int], where: str) -> None:
+        if self.bos and self.bos[0] in ids:
+            token = self.tokenizer.decode(self.bos)
+            raise RowError(
+                "a second beginning of sequence",
+                f"{where} holds {token!r} in its text; the tokenizer puts it at the start, remove the others",
+            )
+
     def _plain_completion(self, text: str) -> Completion:
         ids = self._ids(text)
+        self._require_no_bos(ids, "the answer")
         end = cast("int", self.tokenizer.eos_token_id)
         if ids[-2:] == [end, end]:
             raise RowError("two ends of turn", f"the answer ends in two {self.tokenizer.decode([end])!r}; remove one")

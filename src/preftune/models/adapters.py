@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from preftune.errors import ModelError, refused_as
+from preftune.errors import ModelError, nearest, refused_as
 
 REFERENCE_ADAPTER = "reference"
 
@@ -44,6 +44,15 @@ def add_adapter(model: PreTrainedModel, lora: Lora) -> nn.Module:
     """Wrap `model` with a new adapter; its weights are stored in float32. Raises `ModelError` on a wrong target."""
     import peft
 
+    modules = [name for name, _ in model.named_modules()]
+    for key, asked in (("target_modules", lora.target_modules), ("modules_to_save", lora.modules_to_save)):
+        for name in () if isinstance(asked, str) else asked:
+            if not any(f".{module}".endswith(f".{name}") for module in modules):
+                known = sorted({module.rsplit(".", 1)[-1] for module in modules if module})
+                raise ModelError(
+                    f"model.adapter.{key}: the model has no layer {name!r}{nearest(name, known)} "
+                    f"(linear layers of this model: {', '.join(_linear(model))})"
+                )
     targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
     try:
         config = peft.LoraConfig(
@@ -58,8 +67,11 @@ def add_adapter(model: PreTrainedModel, lora: Lora) -> nn.Module:
         )
         return cast("nn.Module", peft.get_peft_model(model, config))
     except ValueError as error:
-        linear = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
-        raise ModelError(f"model.adapter: {error} (linear layers of this model: {', '.join(linear)})") from None
+        raise ModelError(f"model.adapter: {error} (linear layers of this model: {', '.join(_linear(model))})") from None
+
+
+def _linear(model: nn.Module) -> list[str]:
+    return sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
 
 
 def load_adapter(model: PreTrainedModel, path: str) -> nn.Module:
@@ -67,7 +79,18 @@ def load_adapter(model: PreTrainedModel, path: str) -> nn.Module:
     import peft
 
     with refused_as(ModelError, f"model.adapter.path: no adapter for this model at {path!r}"):
-        return cast("nn.Module", peft.PeftModel.from_pretrained(model, path, is_trainable=True))
+        adapted = peft.PeftModel.from_pretrained(model, path, is_trainable=True)
+        saved = peft.utils.load_peft_weights(path, device="cpu")
+        held = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    left = sorted(key for key in saved.keys() - held.keys() if "lora_" in key or "modules_to_save" in key)
+    fresh = sorted(held.keys() - saved.keys())
+    if left or fresh:
+        what = f"the model has no place for {left[0]}" if left else f"it has no weights for {fresh[0]}"
+        more = len(left) + len(fresh) - 1
+        raise ModelError(
+            f"model.adapter.path: {path!r} was made for another model: {what}" + (f" (and {more} more)" if more else "")
+        )
+    return cast("nn.Module", adapted)
 
 
 def save_adapter(model: nn.Module, folder: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:
@@ -109,7 +132,9 @@ def _does_nothing(layer: Any, name: str) -> bool:
     if name in layer.lora_magnitude_vector:
         base = layer.get_base_layer().weight
         norm = torch.linalg.norm(base.detach().float(), dim=1)
-        if not torch.allclose(layer.lora_magnitude_vector[name].weight.float().flatten(), norm, rtol=1e-6):
+        # The magnitude was computed, and may be stored, in the base's precision.
+        rtol = max(1e-6, 2 * torch.finfo(base.dtype).eps) if base.is_floating_point() else 1e-6
+        if not torch.allclose(layer.lora_magnitude_vector[name].weight.float().flatten(), norm, rtol=rtol):
             return False
     if name in layer.lora_B:
         return not bool(layer.lora_B[name].weight.any())

@@ -2,13 +2,15 @@
 
 The head has to run inside the forward of the model: sharding wrappers gather its weights there and nowhere else. So
 the causal language model gets an instance-level `forward` that, when it is given `logp_positions` and `logp_targets`,
-runs the backbone and returns `token_logps`; without them it is the model's own forward, unchanged.
+runs the backbone and returns `token_logps`; without them it is the model's own forward, unchanged. A head that is
+sharded by itself is gathered by hooks on its own call, and gets such a `forward` as well.
 """
 
 from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,14 +21,18 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import ModelOutput
 
 from preftune.errors import ModelError
-from preftune.ops import Head, token_logps
+from preftune.ops import Head, HeadOptions, TokenExtras, token_logps
 
 
 @dataclass
 class LogpsOutput(ModelOutput):
-    """What the forward returns when asked for log-probabilities."""
+    """What the forward returns when asked for log-probabilities: `[T]` each; all but the first where asked for."""
 
     token_logps: Tensor | None = None
+    entropy: Tensor | None = None
+    log_sum_squares: Tensor | None = None
+    mean_logit: Tensor | None = None
+    is_top: Tensor | None = None
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
@@ -41,17 +47,39 @@ def describe_head(model: PreTrainedModel) -> Head:
     """Describe the head of a causal language model as it is now.
 
     A plain linear head is described by its weight and bias, read anew at each forward (wrappers swap them). Anything
-    else that sits there (an adapter, a quantized layer, a saved module, a hooked layer) is run as a module.
+    else that sits there (an adapter, a quantized layer, a hooked layer) is run as a module.
     """
-    module = model.get_output_embeddings()
     if uses_own_head(model):
         return Head(module=functools.partial(_own_logits, model))
-    if module is None:
-        raise ModelError(f"{type(model).__name__} has no language-model head (get_output_embeddings() is None)")
+    module = _head_module(model)
     scale, softcap = _after_head(model.config)
-    if type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks):
+    if _is_plain(module) and not (module._forward_hooks or module._forward_pre_hooks):
         return Head(module.weight, module.bias, scale=scale, softcap=softcap)
     return Head(module=module, scale=scale, softcap=softcap)
+
+
+def _head_module(model: PreTrainedModel) -> Any:
+    """The module that makes the logits; of one that is trained whole beside an adapter, the one that is on."""
+    module: Any = model.get_output_embeddings()
+    if module is None:
+        raise ModelError(f"{type(model).__name__} has no language-model head (get_output_embeddings() is None)")
+    if not hasattr(module, "modules_to_save"):
+        return module
+    adapter = module.active_adapters[0]
+    off = module.disable_adapters or adapter not in module.modules_to_save
+    return module.original_module if off else module.modules_to_save[adapter]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    # By the forward rather than the class, which sharding replaces by one of its own.
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _gathers_itself(module: nn.Module) -> bool:
+    """Whether hooks on the head's own call bring its weights together: FSDP2 around it, or DeepSpeed's ZeRO-3."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return _is_plain(module) and (isinstance(module, FSDPModule) or hasattr(module.weight, "ds_id"))
 
 
 def _after_head(config: Any) -> tuple[float, float | None]:
@@ -106,9 +134,14 @@ def _own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     )
 
 
-def install(model: nn.Module) -> None:
-    """Give the causal language model inside `model` the forward described above. Doing it twice changes nothing."""
-    inner = causal_lm(model)
+def install(model: nn.Module, options: HeadOptions | None = None) -> None:
+    """Give the causal language model inside `model` the forward described above. Doing it twice changes nothing.
+
+    `options` say how its head is computed; None leaves what was said before.
+    """
+    inner: Any = causal_lm(model)
+    if options is not None:
+        inner._preftune_head_options = options
     if "forward" in vars(inner):
         if getattr(inner.forward, "preftune", False):
             return
@@ -117,6 +150,30 @@ def install(model: nn.Module) -> None:
         raise ModelError(f"{type(inner).__name__} is a backbone without a head; load it with AutoModelForCausalLM")
     # Bound to the instance, not closed over it, so that a deep copy of the model calls its own layers.
     inner.forward = types.MethodType(_forward_of(cast("Any", type(inner))), inner)
+
+
+def _score(model: PreTrainedModel, hidden: Tensor, targets: Tensor, extras: bool) -> LogpsOutput:
+    """What the head says of `targets` at `hidden [T, H]`; called inside the model's forward."""
+    options = getattr(model, "_preftune_head_options", HeadOptions())
+
+    def ask(rows: Tensor, head: Head) -> tuple[Tensor, TokenExtras | None]:
+        if extras:
+            return token_logps(rows, head, targets, options, extras=True)
+        return token_logps(rows, head, targets, options), None
+
+    module = _head_module(model)
+    if uses_own_head(model) or not _gathers_itself(module):
+        logps, more = ask(hidden, describe_head(model))
+    else:
+        scale, softcap = _after_head(model.config)
+        module.forward = types.MethodType(_linear_or, module)
+        logps, more = module(hidden, lambda rows: ask(rows, Head(module.weight, module.bias, scale, softcap)))
+    return LogpsOutput(logps, *(vars(more).values() if more is not None else ()))
+
+
+def _linear_or(layer: nn.Linear, hidden: Tensor, inside: Callable[[Tensor], Any] | None = None) -> Any:
+    """The forward of a head that gathers itself: its own, or what is to be done while its weights are whole."""
+    return type(layer).forward(layer, hidden) if inside is None else inside(hidden)
 
 
 @functools.cache
@@ -128,13 +185,14 @@ def _forward_of(cls: type[PreTrainedModel]) -> Any:
         *args: Any,
         logp_positions: Tensor | None = None,
         logp_targets: Tensor | None = None,
+        logp_extras: bool = False,
         **kwargs: Any,
     ) -> Any:
         if logp_positions is None or logp_targets is None:
             return cls.forward(self, *args, **kwargs)
         hidden = self.base_model(*args, use_cache=False, **kwargs)[0]
         rows = hidden.flatten(0, 1).index_select(0, logp_positions)
-        return LogpsOutput(token_logps=token_logps(rows, describe_head(self), logp_targets))
+        return _score(self, rows, logp_targets, logp_extras)
 
     forward.preftune = True  # type: ignore[attr-defined]
     return forward

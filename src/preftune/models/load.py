@@ -48,6 +48,8 @@ def load_config(
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    if revision is not None and Path(name).is_dir():
+        raise ModelError(f"{key.split('.')[0]}.revision: {name!r} is a folder; only models on the hub have revisions")
     try:
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # damaged files fail in as many ways as there are kinds of values
@@ -124,6 +126,8 @@ def load_policy(
     compute, stored = DTYPES[dtype], DTYPES[trainable_dtype]
     if load_in_4bit and adapter is None:
         raise ModelError("model.load_in_4bit: quantized weights cannot be trained; add model.adapter")
+    if stored == torch.bfloat16 and compute != torch.bfloat16:
+        raise ModelError(f"model.trainable_dtype: bfloat16 weights cannot compute in {dtype}; set dtype bfloat16")
     wide = torch.promote_types(compute, torch.float32) if stored == torch.float32 else stored
     if stored != torch.float32:
         warnings.warn(

@@ -13,7 +13,7 @@ from preftune.errors import ModelError
 from preftune.models.adapters import evaluating
 from preftune.models.dropout import disable_dropout, has_adapter_dropout
 from preftune.models.head import causal_lm, install, use_own_head, uses_own_head
-from preftune.ops import sum_by_segment
+from preftune.ops import HeadOptions, TokenExtras, sum_by_segment
 from preftune.types import Batch, PerCompletion, TokenLogps
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Policy:
             takes the dtype the weights are stored in.
         dropout: leave the model's own dropout on while training. Off by default: then policy and reference agree to
             the last bit before the first update. An adapter's dropout is its own matter and stays.
+        head: how the head is computed (backend, strategy, sizes); None for the defaults, or what was said before.
         name: what summaries call the model; by default the name or path it was loaded from.
     """
 
@@ -46,6 +47,7 @@ class Policy:
         dtype: torch.dtype | None = None,
         dropout: bool = False,
         name: str | None = None,
+        head: HeadOptions | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -60,7 +62,7 @@ class Policy:
             )
         if not dropout:
             disable_dropout(model)
-        install(model)
+        install(model, head)
         accepted = inspect.signature(causal_lm(model).base_model.forward).parameters
         self._takes_positions = "position_ids" in accepted
 
@@ -75,12 +77,19 @@ class Policy:
             batch: on the model's device.
             model: what to call instead of `self.model`: the same model inside a wrapper (DDP, FSDP, compiled).
         """
+        return cast("Tensor", self._score(batch, model)["token_logps"])
+
+    def token_extras(self, batch: Batch, model: nn.Module | None = None) -> tuple[TokenLogps, TokenExtras]:
+        """`token_logps`, and what else is known of each token's distribution, from one forward."""
+        out = self._score(batch, model, logp_extras=True)
+        return out["token_logps"], TokenExtras(out["entropy"], out["log_sum_squares"], out["mean_logit"], out["is_top"])
+
+    def _score(self, batch: Batch, model: nn.Module | None, **asked: bool) -> Any:
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         if self._takes_positions:
             inputs["position_ids"] = batch.position_ids
         with self.autocast():
-            output = (model or self.model)(**inputs, logp_positions=batch.positions, logp_targets=batch.targets)
-        return cast("Tensor", output["token_logps"])
+            return (model or self.model)(**inputs, logp_positions=batch.positions, logp_targets=batch.targets, **asked)
 
     def sequence_logps(self, batch: Batch, model: nn.Module | None = None) -> PerCompletion:
         """Log-probability of each completion given its prompt, `[N]` nats: the sum over its scored tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from transformers import TrainingArguments, get_scheduler
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.trainer_utils import SchedulerType
 
 from preftune.errors import ConfigError, nearest
 
@@ -66,12 +68,16 @@ COMPANIONS: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "load_best_model_at_end": ("eval_strategy", ("steps", "epoch"), "eval_strategy: steps or epoch"),
     "logging_steps": ("logging_strategy", ("steps",), "logging_strategy: steps"),
     "save_steps": ("save_strategy", ("steps",), "save_strategy: steps"),
+    "hub_token": ("push_to_hub", (True,), "push_to_hub: true"),
+    "activation_checkpointing_kwargs": ("activation_checkpointing", (True,), "activation_checkpointing: true"),
+    "gradient_checkpointing_kwargs": ("gradient_checkpointing", (True,), "gradient_checkpointing: true"),
     "hub_always_push": ("push_to_hub", (True,), "push_to_hub: true"),
     "hub_model_id": ("push_to_hub", (True,), "push_to_hub: true"),
     "hub_private_repo": ("push_to_hub", (True,), "push_to_hub: true"),
     "hub_revision": ("push_to_hub", (True,), "push_to_hub: true"),
     "hub_strategy": ("push_to_hub", (True,), "push_to_hub: true"),
 }
+_WITHOUT_OPTIONS = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP)
 _METHODS = multiprocessing.get_all_start_methods()
 # What TrainingArguments sets itself when it is made, so that a value of the user's cannot be told.
 _REWRITTEN = {"accelerator_config", "do_eval", "fsdp_config", "local_rank"}
@@ -95,6 +101,10 @@ def without_effect(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> st
     for name, (other, wanted, cure) in COMPANIONS.items():
         if values[name] != defaults[name] and values[other] not in wanted:
             return f"training.{name}: has no effect without training.{cure}; set it, or leave {name} out"
+    if values["optim_target_modules"] and not str(values["optim"]).startswith(("galore", "apollo")):
+        return f"training.optim_target_modules: has no effect with optim {values['optim']}; it is galore's and apollo's"
+    if values["optim_args"] and (unknown := _unknown_option(str(values["optim"]), values["optim_args"])):
+        return f"training.optim_args: {unknown} has no effect with optim {values['optim']}; leave it out"
     if values["save_strategy"] == "best" and values["metric_for_best_model"] is None:
         return "training.save_strategy: best needs training.metric_for_best_model"
     if values["greater_is_better"] is not None and values["metric_for_best_model"] is None:
@@ -122,9 +132,23 @@ def require_usable(args: TrainingArguments) -> None:
     _try_schedule(args)
 
 
+def _unknown_option(optimizer: str, given: str) -> str | None:
+    """The first of `key=value, ...` that an optimizer of torch's own does not take; others check theirs themselves."""
+    if optimizer.startswith("adamw_torch") and "4bit" not in optimizer and "8bit" not in optimizer:
+        return given
+    kinds = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop}
+    if optimizer not in kinds:
+        return None
+    known = inspect.signature(kinds[optimizer]).parameters
+    keys = [pair.partition("=")[0].strip() for pair in given.split(",")]
+    return next((key for key in keys if key not in known), None)
+
+
 def _try_schedule(args: TrainingArguments) -> None:
     weight = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     given = args.lr_scheduler_kwargs or {}
+    if args.lr_scheduler_type in _WITHOUT_OPTIONS and given:
+        raise ConfigError(f"training.lr_scheduler_kwargs: {args.lr_scheduler_type.value} takes none; leave it out")
     try:
         get_scheduler(
             args.lr_scheduler_type,

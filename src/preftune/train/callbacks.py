@@ -72,11 +72,21 @@ class MetricsFile(TrainerCallback):
 
 
 def _step(line: bytes) -> int:
-    """The step of an entry; -1 for a line that was cut off when the run before was stopped."""
+    """The step of an entry; -1 for the summary of a run that ended there, and for a line that was cut off."""
     try:
-        return int(json.loads(line)["step"])
+        entry = json.loads(line)
+        return -1 if "train_runtime" in entry else int(entry["step"])
     except (ValueError, TypeError, KeyError):
         return -1
+
+
+class LogLast(TrainerCallback):
+    """Logs the last step too where it is no multiple of `logging_steps`, so that no step goes untold."""
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Ask for an entry at the last step."""
+        if state.global_step >= state.max_steps and args.logging_strategy != "no":
+            control.should_log = True
 
 
 class Throughput:

@@ -38,7 +38,7 @@ def check_layout(objective: Objective, dataset: PreferenceDataset) -> None:
     if dataset.layout != spec.layout:
         cure = "use to_unpaired" if spec.layout == "unpaired" else "give rows with prompt, chosen, rejected"
         raise ConfigError(f"loss.name: {spec.name} takes {spec.layout} rows, the data is {dataset.layout}; {cure}")
-    rows = causal_lm(objective.policy.model).get_input_embeddings().num_embeddings
+    rows = len(causal_lm(objective.policy.model).get_input_embeddings().weight)
     if dataset.largest_id >= rows:
         raise ModelError(
             f"the data has token id {dataset.largest_id}, the model's embedding only {rows} rows; tokenise with the "

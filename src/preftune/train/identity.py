@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FILE = "preftune_run.json"
+FILE, COUNTED = "preftune_run.json", "preftune_counted.json"
+# Without these a resumed run would go on with a fresh optimizer and schedule, to other weights, and say nothing.
+STATE = ("optimizer.pt", "scheduler.pt")
 BLOCK = 2**26  # bytes summed at once, so that a checksum needs little memory
 Identity = dict[str, Any]
 
@@ -60,6 +62,7 @@ def identify(objective: Objective, rows: PreferenceDataset, args: TrainingArgume
     split = args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size
     return {
         **objective.describe(),
+        "dropout of the model": objective.policy.dropout,
         "weights": weights_checksum(model, False if is_adapted(model) else None),
         "reference weights": None if owned is None else weights_checksum(owned),
         "data": rows.fingerprint,
@@ -77,9 +80,15 @@ def _sums(tensor: Tensor) -> Iterator[Tensor]:
         yield torch.stack([words.sum(), (words * (place * 0x9E3779B1)).sum()])
 
 
-def save_identity(identity: Identity, folder: str | Path) -> None:
-    """Write the identity into a checkpoint."""
+def save_identity(identity: Identity, counted: dict[str, Any], folder: str | Path) -> None:
+    """Write the identity into a checkpoint, and what had been counted by then."""
+    Path(folder, COUNTED).write_text(json.dumps(counted, indent=2) + "\n", encoding="utf-8")
     Path(folder, FILE).write_text(json.dumps(identity, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read_counted(checkpoint: str | Path) -> dict[str, Any]:
+    """What had been counted when the checkpoint was saved (see `PreferenceTrainer`)."""
+    return dict(_read(Path(checkpoint, COUNTED)))
 
 
 def find_checkpoint(resume: str | bool | None, output_dir: str) -> str | None:
@@ -90,20 +99,27 @@ def find_checkpoint(resume: str | bool | None, output_dir: str) -> str | None:
     if not resume:
         return None
     if resume is not True:
-        if not _is_whole(Path(str(resume))):
-            raise ConfigError(f"training.resume_from_checkpoint: {resume}: no whole checkpoint of preftune there")
+        if (missing := _missing(Path(str(resume)))) is not None:
+            raise ConfigError(f"training.resume_from_checkpoint: {resume}: no whole checkpoint of preftune ({missing})")
         return str(resume)
     folders = [p for p in Path(output_dir).glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdecimal()]
     for folder in sorted(folders, key=lambda p: int(p.name.removeprefix("checkpoint-")), reverse=True):
-        if _is_whole(folder):
+        if (missing := _missing(folder)) is None:
             return str(folder)
-        logger.warning("%s is not a whole checkpoint, passed over", folder)
+        logger.warning("%s is not a whole checkpoint (%s), passed over", folder, missing)
     raise ConfigError(f"training.resume_from_checkpoint: {output_dir}: no checkpoint to resume from")
 
 
-def _is_whole(folder: Path) -> bool:
+def _missing(folder: Path) -> str | None:
+    """What a checkpoint lacks, in words; None for a whole one."""
+    if not folder.is_dir():
+        return "no such folder"
+    for name in STATE:
+        if not (folder / name).exists():
+            return f"{name} is missing; training.save_only_model leaves it out"
     # The identity is written last, so it says that all else is there.
-    return all(_read(folder / name) is not None for name in ("trainer_state.json", FILE))
+    damaged = [name for name in ("trainer_state.json", COUNTED, FILE) if _read(folder / name) is None]
+    return f"{damaged[0]} is missing or damaged" if damaged else None
 
 
 def _read(path: Path) -> Any:

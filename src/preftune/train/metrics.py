@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -38,21 +38,31 @@ class Meter:
             both = torch.stack([total.detach().to(wide), count.detach().to(wide)])
             self._totals[name] = self._totals[name] + both if name in self._totals else both
 
+    def totals(self, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, tuple[float, float]]:
+        """Sums and counts so far, by name; see `read`."""
+        if not self._totals:
+            return {}
+        names = sorted(self._totals)
+        table = torch.stack([self._totals[name] for name in names])
+        rows = (reduce(table) if reduce else table).tolist()
+        return {name: (total, count) for name, (total, count) in zip(names, rows, strict=True)}
+
+    def restore(self, totals: Mapping[str, Sequence[float]], device: torch.device) -> None:
+        """Go on from sums and counts kept before."""
+        kind = torch.float32 if device.type == "mps" else torch.float64
+        self._totals = {name: torch.tensor(pair, dtype=kind, device=device) for name, pair in totals.items()}
+
     def read(self, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
         """Means over everything added since the last reading, and start anew.
 
         Args:
             reduce: sums a tensor over ranks; None for one process. Called on every rank or on none.
         """
-        if not self._totals:
-            return {}
-        names = sorted(self._totals)
-        table = torch.stack([self._totals[name] for name in names])
+        totals = self.totals(reduce)
         self._totals = {}
-        table = (reduce(table) if reduce else table).cpu()
-        means = {name: float(total / count) for name, (total, count) in zip(names, table, strict=True) if count > 0}
+        means = {name: total / count for name, (total, count) in totals.items() if count > 0}
         chosen, rejected = means.get("rewards/chosen"), means.get("rewards/rejected")
-        if "rewards/margins" not in names and chosen is not None and rejected is not None:
+        if "rewards/margins" not in totals and chosen is not None and rejected is not None:
             means["rewards/margins"] = chosen - rejected  # unpaired rows have no margin each, only their classes do
         return means
 

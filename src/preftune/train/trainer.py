@@ -22,10 +22,11 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from preftune.data import PreferenceDataset, StepSampler, collate
 from preftune.errors import ConfigError, TrainingError
 from preftune.models.adapters import is_adapted, save_adapter
-from preftune.train.callbacks import MetricsFile, Throughput, close_bars, use_own_progress
+from preftune.train.callbacks import LogLast, MetricsFile, close_bars, use_own_progress
 from preftune.train.foreign import ForeignErrors
 from preftune.train.guards import Datasets, check_arguments, check_layout, non_finite
-from preftune.train.identity import Identity, find_checkpoint, identify, require_same_run, save_identity
+from preftune.train.identity import Identity, find_checkpoint, identify, read_counted, require_same_run, save_identity
+from preftune.train.ledger import Ledger
 from preftune.train.loader import StepLoader
 from preftune.train.metrics import Meter
 from preftune.train.objective import Objective
@@ -86,17 +87,16 @@ class PreferenceTrainer(ForeignErrors, Trainer):
         check_arguments(objective, args, train_dataset, eval_dataset)
         self.objective = objective
         self.identity = {**identify(objective, train_dataset, args), **(run or {})}
-        self._train_meter = Meter()
+        self._ledger = Ledger(self._sum_over_ranks)
         self._step: _Step | None = None
         self._suspects: list[tuple[Tensor, list[Origin]]] = []
-        self._throughput = Throughput()
         super().__init__(
             model=objective.policy.model,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer or objective.policy.tokenizer,
-            callbacks=[MetricsFile(args.output_dir), *callbacks],
+            callbacks=[LogLast(), MetricsFile(args.output_dir), *callbacks],
         )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ConfigError("FSDP and DeepSpeed are not supported yet; start with torchrun and without them")
@@ -141,7 +141,7 @@ class PreferenceTrainer(ForeignErrors, Trainer):
         counts = torch.tensor([sum(c[name] for c in own) for name in COUNTS], dtype=torch.float32, device=device)
         counts = self._sum_over_ranks(counts)
         self._step = _Step(batches, counts)
-        self._throughput.add(sum(c["tokens"] for c in own))
+        self._ledger.throughput.add(sum(c["tokens"] for c in own))
         return batches, counts
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Tensor | None = None) -> Tensor:
@@ -150,7 +150,7 @@ class PreferenceTrainer(ForeignErrors, Trainer):
         if self.objective.loss.spec.needs_kl_baseline and self._step.z_ref is None:
             # Here rather than where batches are fetched: a resume restores the random state in between. The pass is
             # in eval mode and draws no random numbers, and every rank makes the same number of forwards.
-            self._step.z_ref = self._baseline(model, self._step.batches, self._train_meter)
+            self._step.z_ref = self._baseline(model, self._step.batches, self._ledger.interval)
         return cast("Tensor", super().training_step(model, inputs, num_items_in_batch))
 
     def compute_loss(
@@ -163,7 +163,7 @@ class PreferenceTrainer(ForeignErrors, Trainer):
         """Sum of the loss over the micro-batch / count of the whole step x ranks (the wrapper averages over those)."""
         assert self._step is not None
         output = self.objective(inputs, model, self._step.z_ref)
-        self._train_meter.add({**output.metrics, "loss": (output.total, output.count)})
+        self._ledger.add(output.metrics, (output.total, output.count))
         self._suspects.append((output.values, inputs.origins))
         count = self._step.counts[COUNTS.index(self.objective.loss.spec.denominator)]
         loss = output.total / count * self.accelerator.num_processes
@@ -194,11 +194,11 @@ class PreferenceTrainer(ForeignErrors, Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the metrics of the interval to the training entries; `loss` becomes sum / count over its steps."""
         if "loss" in logs:
-            logs |= self._train_meter.read(self._sum_over_ranks if self.args.world_size > 1 else None)
-            tokens, seconds = self._throughput.read()
-            total = int(self._sum_over_ranks(torch.tensor(tokens, device=self.args.device)))
-            self.state.num_input_tokens_seen += total
-            logs |= {"tokens": self.state.num_input_tokens_seen, "tokens_per_second": total / max(seconds, 1e-9)}
+            figures, tokens = self._ledger.entry(self.args.device)
+            self.state.num_input_tokens_seen += tokens
+            logs |= {**figures, "tokens": self.state.num_input_tokens_seen}
+        if "train_loss" in logs:  # the loop's own is a mean over steps, of those since a resume
+            logs["train_loss"] = self._ledger.whole_run()
         super().log(logs, start_time)
 
     def evaluation_loop(
@@ -211,7 +211,7 @@ class PreferenceTrainer(ForeignErrors, Trainer):
     ) -> EvalLoopOutput:
         """Count every row once: sums and counts over batches and ranks, and one baseline over the whole set."""
         model = self.model_wrapped
-        self._throughput.pause()
+        self._ledger.throughput.pause()
         meter = Meter()
         spec = self.objective.loss.spec
         z_ref = self._baseline(model, dataloader, meter) if spec.needs_kl_baseline else None
@@ -223,8 +223,8 @@ class PreferenceTrainer(ForeignErrors, Trainer):
                 meter.add({**output.metrics, "loss": (output.total, output.count)})
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         model.train(was_training)
-        self._throughput.resume()
-        means = meter.read(self._sum_over_ranks if self.args.world_size > 1 else None)
+        self._ledger.throughput.resume()
+        means = meter.read(self._sum_over_ranks)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
         rows = len(cast("PreferenceDataset", dataloader.dataset))
         return EvalLoopOutput(predictions=cast("Any", None), label_ids=None, metrics=metrics, num_samples=rows)
@@ -253,11 +253,17 @@ class PreferenceTrainer(ForeignErrors, Trainer):
             *_, max_steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
             if saved.global_step >= max_steps:
                 logger.warning("nothing left to do: %s is at step %d of %d", checkpoint, saved.global_step, max_steps)
-                self._load_from_checkpoint(checkpoint)
                 self.state = saved
+                if self.args.load_best_model_at_end and saved.best_model_checkpoint is not None:
+                    self._load_best_model()
+                else:
+                    self._load_from_checkpoint(checkpoint)
                 return TrainOutput(saved.global_step, float("nan"), {})
+            if self.args.process_index == 0:
+                self._ledger.restore(read_counted(checkpoint), self.args.device)
         try:
-            return cast("TrainOutput", super().train(resume_from_checkpoint=checkpoint, **kwargs))
+            output = super().train(resume_from_checkpoint=checkpoint, **kwargs)
+            return TrainOutput(output.global_step, output.metrics.get("train_loss", float("nan")), output.metrics)
         finally:
             close_bars(self.callback_handler.callbacks)
 
@@ -270,9 +276,10 @@ class PreferenceTrainer(ForeignErrors, Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
+        counted = self._ledger.snapshot(self.args.device)
         if self.args.should_save:
             folder = f"checkpoint-{self.state.global_step}"
-            save_identity(self.identity, os.path.join(self._get_output_dir(trial), folder))
+            save_identity(self.identity, counted, os.path.join(self._get_output_dir(trial), folder))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Save the trained adapter alone: a frozen copy kept as reference is no part of the result."""
