@@ -15,6 +15,7 @@ from preftune.data.pairing import pair_mismatched
 from preftune.losses import make_loss
 from preftune.models import Lora, Policy
 from preftune.models.adapters import add_adapter
+from preftune.ops import HeadOptions
 from preftune.reference import default_reference
 from preftune.train import Objective, PreferenceTrainer
 from preftune.types import Completion, Origin, TokenizedExample
@@ -86,7 +87,12 @@ def rows(n: int = 8, layout: str = "paired", seed: int = 0, longest: int = 12) -
 
 
 def objective(
-    loss: str = "dpo", lora: Lora | None = None, dtype: torch.dtype = torch.float32, seed: int = 0, **parameters
+    loss: str = "dpo",
+    lora: Lora | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    head: HeadOptions | None = None,
+    **parameters,
 ) -> Objective:
     model = llama(seed, dtype)
     if lora is not None:
@@ -94,7 +100,7 @@ def objective(
         model = add_adapter(model, lora)
         if dtype == torch.float64:
             model = model.to(dtype)
-    policy = Policy(model, dtype=dtype)
+    policy = Policy(model, dtype=dtype, head=head)
     return Objective(policy, default_reference(policy), make_loss(loss, **parameters))
 
 

@@ -8,6 +8,7 @@ from preftune.assets import resolve
 from preftune.config import RunConfig
 from preftune.models import Lora, Policy, load_policy, load_tokenizer
 from preftune.models.load import DTYPES, load_model
+from preftune.ops import HeadOptions
 from preftune.reference import (
     AdapterOff,
     AdapterStart,
@@ -40,9 +41,15 @@ def make_objective(config: RunConfig) -> Objective:
         attn_implementation=model.attn_implementation,
         dropout=model.dropout,
         trust_remote_code=model.trust_remote_code,
+        head=_head_options(config),
     )
     policy.name = model.name
     return Objective(policy, _reference(config, policy), config.loss.make())
+
+
+def _head_options(config: RunConfig) -> HeadOptions:
+    head = config.model.head
+    return HeadOptions(head.backend, head.strategy, head.chunk, head.budget_mib * 2**20)
 
 
 def _reference(config: RunConfig, policy: Policy) -> Reference:
@@ -71,6 +78,6 @@ def _reference(config: RunConfig, policy: Policy) -> Reference:
     )
     model.requires_grad_(False)
     tokenizer = load_tokenizer(name, wanted.revision, trust_remote_code=trust, key="reference.model")
-    reference = Policy(model, tokenizer, DTYPES[config.model.dtype], name=wanted.model)
+    reference = Policy(model, tokenizer, DTYPES[config.model.dtype], name=wanted.model, head=_head_options(config))
     revision = f" at {wanted.revision}" if wanted.revision else ""
     return FrozenReference(policy, reference, f"the frozen model {wanted.model}{revision}")

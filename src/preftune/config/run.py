@@ -61,6 +61,19 @@ class AdapterConfig(_Section):
         return self
 
 
+class HeadConfig(_Section):
+    """How the head is computed; none of it changes a value or gradient beyond rounding."""
+
+    backend: Literal["auto", "naive", "chunked", "compiled"] = Field(
+        "auto", description="chunked is auto; compiled needs a compiler; naive makes all logits at once."
+    )
+    strategy: Literal["auto", "keep", "recompute"] = Field(
+        "auto", description="Of a trained head: keep logits for the backward, recompute them, or keep what fits."
+    )
+    chunk: int | None = Field(None, gt=0, description="Tokens whose logits are held at once.")
+    budget_mib: int = Field(256, gt=0, description="Memory that logits may take at once.")
+
+
 class ModelConfig(_Section):
     """The model to train."""
 
@@ -73,6 +86,7 @@ class ModelConfig(_Section):
     adapter: AdapterConfig | None = Field(None, description="Train an adapter; without it all weights are trained.")
     load_in_4bit: bool = Field(False, description="Keep the frozen base in 4 bits (bitsandbytes).")
     chat_template: str | None = Field(None, description="Name (chatml, plain), file or text of a chat template.")
+    head: HeadConfig = Field(default_factory=HeadConfig, description="How the language-model head is computed.")
     attn_implementation: str | None = Field(None, description="transformers' name of an attention implementation.")
     dropout: bool = Field(False, description="Leave the model's own dropout on while training.")
     trust_remote_code: bool = Field(False, description="Allow code that comes with the model.")

@@ -14,6 +14,7 @@ from preftune.data.template import resolve_chat_template
 from preftune.errors import ModelError, first_line, refused_as
 from preftune.models.adapters import Lora, add_adapter, load_adapter
 from preftune.models.policy import Policy
+from preftune.ops import HeadOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -107,6 +108,7 @@ def load_policy(
     attn_implementation: str | None = None,
     dropout: bool = False,
     trust_remote_code: bool = False,
+    head: HeadOptions | None = None,
 ) -> Policy:
     """Load a model to be trained, with its tokenizer.
 
@@ -122,6 +124,7 @@ def load_policy(
         attn_implementation: transformers' name of one, by default its own choice.
         dropout: see `Policy`.
         trust_remote_code: allow code that comes with the model.
+        head: how the head is computed (backend, strategy, sizes).
     """
     compute, stored = DTYPES[dtype], DTYPES[trainable_dtype]
     if load_in_4bit and adapter is None:
@@ -150,7 +153,7 @@ def load_policy(
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(wide)
-    return Policy(wrapped, tokenizer, compute, dropout)
+    return Policy(wrapped, tokenizer, compute, dropout, head=head)
 
 
 def _four_bits(dtype: torch.dtype) -> Any:
