@@ -8,7 +8,7 @@ DEMO   ?= preftune-demo
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-all lint types lock clean help
+.PHONY: demo test test-all test-gpu bench-head lint types lock clean help
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -24,6 +24,14 @@ test: lint types
 ## make test-all  as test, with the slow tests
 test-all: lint types
 	$(BIN)/pytest -m "not gpu" -n 2 --cov --cov-report=term:skip-covered
+
+## make test-gpu  the checks that need a CUDA device
+test-gpu: $(STAMP)
+	$(BIN)/pytest -m gpu
+
+## make bench-head  what the head costs, ours and others' (an hour; peers where they are installed)
+bench-head: $(STAMP)
+	$(BIN)/python bench/head.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

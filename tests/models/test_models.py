@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -181,6 +185,26 @@ def test_an_adapter_on_a_tied_head_and_embedding_has_the_gradients_of_the_whole_
 
 def list_of(model):
     return [p for p in model.parameters() if p.requires_grad]
+
+
+def test_a_batch_without_a_token_to_score_is_a_differentiable_zero():
+    policy = Policy(tiny.llama())
+    batch = collate(tiny.rows(2).examples)
+    nothing = replace(
+        batch, positions=batch.positions[:0], targets=batch.targets[:0], lengths=torch.zeros_like(batch.lengths)
+    )
+    values = policy.sequence_logps(nothing)
+    assert values.tolist() == [0.0] * 4
+    values.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in policy.model.parameters())
+
+
+@pytest.mark.slow
+def test_a_compiled_model_scores_as_the_eager_one():
+    script = Path(__file__).with_name("compiled.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.split()[0]) > 0, "something was compiled"
 
 
 def test_extras_come_out_of_the_models_forward():

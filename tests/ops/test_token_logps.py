@@ -56,13 +56,36 @@ def test_fused_equals_naive_in_float64(tokens, vocabulary, chunk, form, strategy
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_fused_equals_naive_in_float32(frozen):
-    parts = make(13, 32, 1.7, 3.0, True, torch.float32, frozen)
-    fused = values_and_gradients(lambda h, w, t: token_logps(h, w, t, HeadOptions(chunk=4)), *parts)
+@pytest.mark.parametrize(("tokens", "vocabulary", "chunk", "form"), CASES)
+@pytest.mark.parametrize("strategy", ["frozen", "keep", "recompute"])
+def test_fused_equals_naive_in_float32(tokens, vocabulary, chunk, form, strategy):
+    parts = make(tokens, vocabulary, *form, torch.float32, strategy == "frozen")
+    options = HeadOptions(chunk=chunk, strategy="auto" if strategy == "frozen" else strategy)
+    fused = values_and_gradients(lambda h, w, t: token_logps(h, w, t, options), *parts)
     naive = values_and_gradients(naive_token_logps, *parts)
     for got, expected in zip(fused, naive, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("strategy", ["frozen", "keep", "recompute"])
+@pytest.mark.parametrize("form", [(1.0, None, False), (1.7, 3.0, True)])
+def test_narrow_products_have_gradients_near_the_exact_ones(dtype, strategy, form):
+    """Within a few roundings of the narrow dtype of what float64 gives for the same narrow inputs."""
+    hidden, head, targets, incoming = make(61, 96, *form, torch.float64, strategy == "frozen")
+    narrow = [None if t is None else t.detach().to(dtype) for t in (hidden, head.weight, head.bias)]
+    results = []
+    for kind, function in ((dtype, token_logps), (torch.float64, naive_token_logps)):
+        h, w, b = (None if t is None else t.to(kind).requires_grad_() for t in narrow)
+        if strategy == "frozen":
+            w, b = w.detach(), None if b is None else b.detach()
+        options = [] if kind == torch.float64 else [HeadOptions(chunk=16, strategy=strategy.replace("frozen", "auto"))]
+        call = lambda h, w, t, f=function, o=options: f(h, w, t, *o)  # noqa: E731
+        results.append(values_and_gradients(call, h, Head(w, b, *form[:2]), targets, incoming))
+    step = torch.finfo(dtype).eps
+    assert results[0][0].dtype == torch.float32
+    for got, expected in zip(*results, strict=True):
+        assert float((got.double() - expected).norm() / expected.norm()) < 2 * step
 
 
 @pytest.mark.parametrize("strategy", ["keep", "recompute"])
@@ -201,6 +224,19 @@ def test_the_budget_holds(tokens, strategy, frozen):
         naive_token_logps(hidden, Head(weight), targets).sum().backward()
     if tokens == 1024:
         assert live.most > 4 * budget, "the probe sees full logits where they are"
+
+
+@pytest.mark.parametrize("tokens", [160, 320])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_vocabulary_of_131072_takes_less_than_70_mib_in_chunks_of_128(tokens, frozen):
+    hidden = torch.randn(tokens, 4, requires_grad=True)
+    weight = torch.randn(131072, 4, requires_grad=not frozen)
+    targets = torch.randint(0, 131072, (tokens,))
+    with Live() as live:
+        values = token_logps(hidden, Head(weight), targets, HeadOptions(strategy="recompute", chunk=128))
+        values.sum().backward()
+    gradients = 4 * (2 * hidden.numel() + (0 if frozen else weight.numel()))
+    assert 32 < (live.most - gradients) / 2**20 < 70
 
 
 def test_auto_keeps_what_the_budget_holds():
@@ -383,9 +419,9 @@ def test_options_that_cannot_be_are_refused(wrong):
         options.__post_init__()
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("strategy", ["keep", "recompute"])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("frozen", "strategy", "bias"), [(True, "auto", False), (False, "keep", True), (False, "recompute", True)]
+)
 def test_compiled_equals_eager_and_compiles_once_for_all_lengths(frozen, strategy, bias, monkeypatch):
     """The shapes that are compiled do not depend on the number of tokens."""
     monkeypatch.setitem(BLOCK, "cpu", 4 * 40)

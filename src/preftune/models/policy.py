@@ -89,7 +89,8 @@ class Policy:
         if self._takes_positions:
             inputs["position_ids"] = batch.position_ids
         with self.autocast():
-            return (model or self.model)(**inputs, logp_positions=batch.positions, logp_targets=batch.targets, **asked)
+            called = self.model if model is None else model  # the truth of a compiled module is its length
+            return called(**inputs, logp_positions=batch.positions, logp_targets=batch.targets, **asked)
 
     def sequence_logps(self, batch: Batch, model: nn.Module | None = None) -> PerCompletion:
         """Log-probability of each completion given its prompt, `[N]` nats: the sum over its scored tokens."""

@@ -100,7 +100,8 @@ class AdapterOff(Reference):
 
     @contextmanager
     def active(self, model: nn.Module | None = None) -> Iterator[tuple[Policy, nn.Module | None]]:
-        with adapter_state(self.policy.model, None), evaluating(model or self.policy.model):
+        called = self.policy.model if model is None else model
+        with adapter_state(self.policy.model, None), evaluating(called):
             yield self.policy, model
 
     def describe(self) -> str:
@@ -124,7 +125,8 @@ class AdapterStart(Reference):
 
     @contextmanager
     def active(self, model: nn.Module | None = None) -> Iterator[tuple[Policy, nn.Module | None]]:
-        with adapter_state(self.policy.model, REFERENCE_ADAPTER), evaluating(model or self.policy.model):
+        called = self.policy.model if model is None else model
+        with adapter_state(self.policy.model, REFERENCE_ADAPTER), evaluating(called):
             yield self.policy, model
 
     def describe(self) -> str:

@@ -83,7 +83,8 @@ class Objective:
         # Rows with nothing to borrow still go through the model, at no weight: ranks meet at every forward of a
         # wrapper, and one that made fewer of them would leave the others waiting for ever.
         pairs = batch.mismatched or replace(batch, real=torch.zeros_like(batch.real))
-        with evaluating(model or self.policy.model):
+        called = self.policy.model if model is None else model
+        with evaluating(called):
             policy = self.policy.sequence_logps(pairs, model)
             ref = self.reference.sequence_logps(pairs, model)
         assert ref is not None
