@@ -113,6 +113,18 @@ SETTINGS = [
 ]
 
 
+def test_the_check_asks_for_few_logits(monkeypatch):
+    """Not for those of a long prompt."""
+    model = make("Llama")
+    sizes = []
+    model.lm_head.register_forward_hook(lambda module, args, out: sizes.append(out.shape[:-1].numel()))
+    row = replace(tiny.rows(1, longest=40).examples[0], prompt_ids=tuple(range(5, 205)))
+    policy = Policy(model)
+    assert policy.self_check(collate([row])) < 1e-4
+    assert sizes
+    assert max(sizes) <= 32
+
+
 @pytest.mark.parametrize(("name", "setting"), SETTINGS)
 def test_an_unknown_head_falls_back_to_the_models_own_and_says_so(name, setting, monkeypatch, caplog):
     """Never silently another number: the values are right, and the gradients are those of the known head."""
@@ -176,7 +188,9 @@ def test_an_adapter_on_a_tied_head_and_embedding_has_the_gradients_of_the_whole_
                 p.normal_(std=0.1)
     policy, batch = Policy(model), collate(tiny.rows(3).examples)
     fused = torch.autograd.grad(policy.sequence_logps(batch).sum(), list_of(model))
-    naive = torch.autograd.grad(policy._own_logps(batch).sum(), list_of(model))
+    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    logps = model(**inputs, position_ids=batch.position_ids).logits.flatten(0, 1)[batch.positions].log_softmax(-1)
+    naive = torch.autograd.grad(logps.gather(-1, batch.targets[:, None]).sum(), list_of(model))
     assert len(fused) == 1 + 2 * 3 + (3 if dora else 0) - 0
     for got, expected in zip(fused, naive, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)

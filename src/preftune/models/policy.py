@@ -169,8 +169,13 @@ class Policy:
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         if self._takes_positions:
             inputs["position_ids"] = batch.position_ids
+        # Of one row, cut after its last scored token: only the logits from the first scored one on are asked for.
+        width, first = batch.input_ids.shape[1], int(batch.positions[0])
+        if "logits_to_keep" in inspect.signature(type(causal_lm(self.model)).forward).parameters:
+            inputs["logits_to_keep"] = width - first
         with self.autocast():
-            logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)[batch.positions]
+            logits = self.model(**inputs, use_cache=False).logits[0]
+        logits = logits[batch.positions - (width - len(logits))]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return cast("Tensor", logits.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0])
 
