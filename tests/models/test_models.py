@@ -171,6 +171,11 @@ def test_an_adapter_on_the_head_is_used_and_trained():
     assert policy.self_check(batch) < 1e-4
     policy.sequence_logps(batch).sum().backward()
     assert all(p.grad.abs().sum() > 0 for n, p in model.named_parameters() if "lm_head" in n and "lora" in n)
+    inner = model.get_base_model()
+    assert describe_head(inner).weight is None, "run as a module"
+    with adapter_state(model, None):
+        assert describe_head(inner).weight is inner.lm_head.base_layer.weight
+        torch.testing.assert_close(policy.sequence_logps(batch), Policy(tiny.llama()).sequence_logps(batch))
 
 
 @pytest.mark.parametrize("dora", [False, True])

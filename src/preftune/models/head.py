@@ -59,10 +59,12 @@ def describe_head(model: PreTrainedModel) -> Head:
 
 
 def _head_module(model: PreTrainedModel) -> Any:
-    """The module that makes the logits; of one that is trained whole beside an adapter, the one that is on."""
+    """The module that makes the logits: of several that an adapter put there, the one that is on."""
     module: Any = model.get_output_embeddings()
     if module is None:
         raise ModelError(f"{type(model).__name__} has no language-model head (get_output_embeddings() is None)")
+    if hasattr(module, "base_layer") and module.disable_adapters and not module.merged:
+        return module.base_layer  # an adapter on the head that is switched off: the reference's plain head
     if not hasattr(module, "modules_to_save"):
         return module
     adapter = module.active_adapters[0]
