@@ -75,7 +75,7 @@ def test_twenty_steps_of_a_real_model_have_the_same_curve(adapter):
         made = policy(options)
         objective = Objective(made, default_reference(made), make_loss("dpo"))
         trained = [p for p in made.model.parameters() if p.requires_grad]
-        return curve(objective, batches, torch.optim.SGD(trained, lr=0.02 if adapter else 1e-3))
+        return curve(objective, batches, torch.optim.SGD(trained, lr=0.02 if adapter else 3e-4))
 
     naive = train(NAIVE)
     for options in (HeadOptions(strategy="keep"), HeadOptions(strategy="recompute")) if adapter is None else [None]:
@@ -86,6 +86,6 @@ def real_rows(tokenizer):
     from preftune.data import load_examples, tokenize_examples
 
     rows, _ = tokenize_examples(
-        load_examples(resolve("demo:dpo_en_demo")), tokenizer, max_length=128, truncation="keep_end"
+        load_examples(resolve("demo:dpo_en_demo")), tokenizer, max_length=96, truncation="keep_end"
     )
     return rows.examples[:40]
