@@ -17,11 +17,23 @@ import pytest
 import torch
 
 import tiny
+from preftune.assets import cache_dir
 
 
 @pytest.fixture(autouse=True)
 def _one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    """What a test stores is its own; what was fetched once is the user's."""
+    folder = tmp_path_factory.mktemp("cache")
+    fetched = cache_dir() / "demo"
+    fetched.mkdir(parents=True, exist_ok=True)
+    (folder / "demo").symlink_to(fetched)
+    monkeypatch.setenv("PREFTUNE_CACHE", str(folder))
+    return folder
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "preftune"
 HEIGHT = {
     "errors": 0,
     "types": 1,
+    "files": 1,
     "assets": 1,
     "losses": 2,
     "ops": 2,
@@ -24,9 +25,10 @@ HEIGHT = {
     "config": 7,
     "build": 8,
     "demo": 9,
-    "cli": 10,
-    "__main__": 11,
-    "__init__": 11,
+    "cli_cache": 10,
+    "cli": 11,
+    "__main__": 12,
+    "__init__": 12,
 }
 FORBIDDEN = {"ops": {"transformers", "peft", "datasets"}, "losses": {"transformers", "peft"}, "data": {"peft"}}
 

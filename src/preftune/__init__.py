@@ -18,7 +18,17 @@ from preftune.errors import CacheError, ConfigError, DataError, ModelError, Pref
 from preftune.losses import loss_names, make_loss, register
 from preftune.models import Lora, Policy, load_policy
 from preftune.ops import Head, HeadOptions, TokenExtras, TokenLogProbs, token_logps
-from preftune.reference import AdapterOff, AdapterStart, FrozenReference, NoReference, default_reference, frozen_copy
+from preftune.reference import (
+    AdapterOff,
+    AdapterStart,
+    CachedReference,
+    FrozenReference,
+    NoReference,
+    StartingPolicy,
+    default_reference,
+    frozen_copy,
+    starting_reference,
+)
 from preftune.train import Objective, PreferenceTrainer
 from preftune.types import Batch, SequenceLogps
 
@@ -29,6 +39,7 @@ __all__ = [
     "AdapterStart",
     "Batch",
     "CacheError",
+    "CachedReference",
     "ConfigError",
     "DataError",
     "FrozenReference",
@@ -43,6 +54,7 @@ __all__ = [
     "PreferenceTrainer",
     "PreftuneError",
     "SequenceLogps",
+    "StartingPolicy",
     "StepSampler",
     "TokenExtras",
     "TokenLogProbs",
@@ -55,6 +67,7 @@ __all__ = [
     "loss_names",
     "make_loss",
     "register",
+    "starting_reference",
     "to_unpaired",
     "token_logps",
     "tokenize_examples",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 
 from preftune import __version__
+from preftune.cli_cache import cache_app
 from preftune.errors import PreftuneError
 
 app = typer.Typer(
@@ -22,6 +24,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 app.add_typer(config_app, name="config")
+app.add_typer(cache_app, name="cache")
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run's configuration.")]
 Overrides = Annotated[
@@ -59,11 +62,7 @@ def _train(run_file: Path, overrides: list[str]) -> None:
     from preftune.build import build, claim_folder, describe_processes, finish
     from preftune.config import load_config
 
-    console = _console()
-
-    def say(line: str) -> None:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
+    say = _say(_console())
     config = load_config(run_file, overrides)
     claim_folder(config)
     run = build(config, announce=say)
@@ -75,6 +74,24 @@ def _train(run_file: Path, overrides: list[str]) -> None:
         say(f"saved in {config.folder}; report: {config.folder / 'report.html'}")
     else:
         say(f"nothing left to do: {config.folder} has all its steps already")
+
+
+@app.command()
+def precompute(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print figures for scripts.")] = False,
+) -> None:
+    """Compute and keep the reference values of a run's data, without training; the run then finds them."""
+    from preftune.build import precompute as fill
+    from preftune.config import load_config
+    from preftune.train import leave_process_group
+
+    _quiet()
+    done = fill(load_config(run_file, overrides or []), _nothing if as_json else _say(_console()))
+    if as_json and int(os.environ.get("RANK", "0")) == 0:
+        print(json.dumps(done))
+    leave_process_group()
 
 
 @app.command()
@@ -114,6 +131,14 @@ def config_show(run_file: RunFile, overrides: Overrides = None) -> None:
     from preftune.config import dump_yaml, load_config
 
     print(dump_yaml(load_config(run_file, overrides or []).resolved()), end="")
+
+
+def _say(console: Console) -> Callable[[str], None]:
+    return lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _nothing(line: str) -> None:
+    """Say nothing."""
 
 
 def _console() -> Console:

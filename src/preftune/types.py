@@ -90,6 +90,17 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class Row:
+    """A prompt and one completion of it: what a model gives a log-probability to."""
+
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.completion.ids)
+
+
+@dataclass(frozen=True, slots=True)
 class TokenizedExample:
     """One row as token ids.
 
@@ -109,6 +120,11 @@ class TokenizedExample:
     def layout(self) -> Layout:
         return "unpaired" if len(self.completions) == 1 else "paired"
 
+    def rows(self) -> list[Row]:
+        """Every row of the example that is scored, the borrowed one last."""
+        borrowed = [] if self.mismatched is None else [self.mismatched]
+        return [Row(self.prompt_ids, completion) for completion in (*self.completions, *borrowed)]
+
 
 @dataclass
 class Batch:
@@ -117,6 +133,7 @@ class Batch:
     `positions[t]` indexes the flattened `[R * S]` hidden states at the token that *predicts* `targets[t]`, the t-th
     scored token; the tokens of a completion are consecutive, and `lengths` counts them. Completions are numbered
     example by example: example b owns completions `b * k ... b * k + k - 1` (chosen before rejected for pairs, k = 2).
+    `keys` names each completion with its prompt (see `row_key`), for what is known of it beforehand.
     """
 
     input_ids: PaddedIds
@@ -129,6 +146,7 @@ class Batch:
     labels: Labels | None = None
     mismatched: Batch | None = None
     origins: list[Origin] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
 
     @property
     def n_completions(self) -> int:

@@ -12,47 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from command import run
 
 import tiny
 from preftune.cli import main
 from preftune.data import collate
 from preftune.models import Policy
-
-
-def run(capsys, *arguments):
-    """Exit code, standard output and standard error of `preftune ARGUMENTS`."""
-    with pytest.raises(SystemExit) as stop:
-        main([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    return stop.value.code, out, err
-
-
-def turn(role, content):
-    return {"role": role, "content": content}
-
-
-@pytest.fixture
-def project(tmp_path, tiny_folder):
-    """A folder with paired and unpaired data and a run file, as a user's would be."""
-    words = ["cat", "mat", "sky", "sea", "film", "blue", "green", "what", "sat", "like"]
-    pairs = [
-        {
-            "prompt": [turn("user", f"the {word}")],
-            "chosen": [turn("assistant", f"is {word}")],
-            "rejected": [turn("assistant", "no")],
-        }
-        for word in words
-    ]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    config = {
-        "model": {"name": str(tiny_folder), "dtype": "float32", "adapter": {"r": 4, "target_modules": ["q_proj"]}},
-        "data": {"train": str(tmp_path / "pairs.jsonl"), "eval": 0.2, "max_length": 128},
-        "loss": {"name": "dpo", "beta": 0.1},
-        "training": {"use_cpu": True, "max_steps": 4, "logging_steps": 1, "learning_rate": 1e-2, "eval_strategy": "no"},
-        "output_dir": str(tmp_path / "out"),
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    return tmp_path
 
 
 def test_train_leaves_a_result_that_plain_peft_loads(project, capsys):
@@ -103,7 +68,7 @@ def test_full_fine_tuning_and_kto_from_pairs(project, capsys):
     )
     assert code == 0, err
     assert "labels: 8 desirable, 8 undesirable" in out
-    assert "reference: a frozen copy of" in out
+    assert "as it was at the start" in out
     from transformers import AutoModelForCausalLM
 
     assert "rewards/accuracies (training)" in (project / "out" / "README.md").read_text().replace("\\_", "_")
@@ -112,17 +77,19 @@ def test_full_fine_tuning_and_kto_from_pairs(project, capsys):
     assert (project / "out" / "tokenizer.json").exists()
 
 
-def test_going_on_from_a_saved_adapter(project, capsys):
+@pytest.mark.parametrize("kind", ["adapter_start", "auto"])
+def test_going_on_from_a_saved_adapter(project, capsys, kind):
     run(capsys, "train", project / "run.yaml")
     code, out, err = run(
         capsys, "train", project / "run.yaml", f"output_dir={project / 'second'}",
-        f"model.adapter={{path: {project / 'out'}}}", "training.learning_rate=0",
+        f"model.adapter={{path: {project / 'out'}}}", "training.learning_rate=0", f"reference.kind={kind}",
     )  # fmt: skip
     assert code == 0, err
-    assert "with the adapter as it was at the start" in out
+    assert "as it was at the start" in out
     assert "the saved adapter goes on top of" in out
     entries = [json.loads(line) for line in (project / "second" / "metrics.jsonl").read_text().splitlines()]
-    assert {entry["rewards/margins"] for entry in entries if "loss" in entry} == {0.0}
+    margins = [entry["rewards/margins"] for entry in entries if "loss" in entry]
+    assert all(m == 0 if kind == "adapter_start" else abs(m) < 1e-5 for m in margins)
     assert not (project / "second" / "reference").exists()
 
 
@@ -418,7 +385,7 @@ def test_a_small_share_of_kto_rows_may_have_one_prompt_and_one_class(project, ca
 def test_policy_and_reference_go_through_the_same_code(project, tiny_folder, capsys):
     code, _, err = run(
         capsys, "train", project / "run.yaml", f"reference.model={tiny_folder}", "model.attn_implementation=eager",
-        "model.dtype=bfloat16", "training.learning_rate=0", "model.adapter=null",
+        "model.dtype=bfloat16", "training.learning_rate=0", "model.adapter=null", "reference.kind=frozen",
     )  # fmt: skip
     assert code == 0, err
     entries = [json.loads(line) for line in (project / "out" / "metrics.jsonl").read_text().splitlines()]

@@ -143,7 +143,7 @@ def test_adapter_off_without_an_adapter_is_refused(run_file):
 
 def test_a_reference_model_means_frozen(run_file):
     """B74."""
-    assert load_config(run_file, ["reference={model: other/model}"]).reference.kind == "frozen"
+    assert load_config(run_file, ["reference={model: other/model}"]).reference.of == "frozen"
 
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(TrainingArguments)])

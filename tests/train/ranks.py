@@ -1,6 +1,6 @@
 """Started by torchrun: trains on every rank with gloo and lets the first write what came out.
 
-Usage: ranks.py OUT LOSS LORA ROWS BATCH ACCUMULATION [one-class | half]
+Usage: ranks.py OUT LOSS LORA ROWS BATCH ACCUMULATION [one-class | half | cached]
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import tiny
 from preftune.data import PreferenceDataset
 from preftune.models import Lora
-from preftune.train import leave_process_group
+from preftune.reference import CachedReference, starting_reference
+from preftune.train import Objective, leave_process_group
 
 
 def main(out: str, loss: str, lora: str, rows: str, batch: str, accumulation: str, *options: str) -> None:
@@ -28,6 +29,8 @@ def main(out: str, loss: str, lora: str, rows: str, batch: str, accumulation: st
         for _, p in goal.policy.model.named_parameters():
             if p.requires_grad:
                 p.add_(0.05 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    if "cached" in options:
+        goal = Objective(goal.policy, CachedReference(starting_reference(goal.policy)), goal.loss)
     data = tiny.rows(int(rows), tiny.loss_layout(loss))
     if "one-class" in options:
         # Sorted by label and not shuffled: each of two ranks sees one class only.
@@ -49,6 +52,9 @@ def main(out: str, loss: str, lora: str, rows: str, batch: str, accumulation: st
     )
     fit.train()
     metrics = fit.evaluate()
+    if "cached" in options:
+        rows_of = torch.tensor([goal.reference.work.rows])
+        metrics |= {"computed": int(fit.accelerator.reduce(rows_of)), "asked": goal.reference.asked}
     if fit.is_world_process_zero():
         timing = ("runtime", "per_second", "epoch")  # epoch counts micro-batches, which differ
         entries = [

@@ -65,3 +65,15 @@ def test_rows_with_nothing_to_borrow_do_not_hang_the_other_rank(tmp_path):
     expected, whole = start(tmp_path / "one", 1, "kto", "lora", "6", "4", "1", "half")
     assert tiny.largest_difference(weights, whole) < 1e-6
     assert entries[0]["kl"] == pytest.approx(expected[0]["kl"], abs=1e-6)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("loss", "lora"), [("dpo", "full"), ("kto", "lora")])
+def test_two_ranks_compute_each_reference_value_once(tmp_path, monkeypatch, loss, lora):
+    monkeypatch.setenv("PREFTUNE_CACHE", str(tmp_path / "cache of two"))
+    entries, weights = start(tmp_path / "two", 2, loss, lora, "9", "2", "1", "cached")
+    monkeypatch.setenv("PREFTUNE_CACHE", str(tmp_path / "cache of one"))
+    expected, whole = start(tmp_path / "one", 1, loss, lora, "9", "4", "1", "cached")
+    assert entries[-1]["computed"] == entries[-1]["asked"] == expected[-1]["computed"] == 18
+    assert tiny.largest_difference(weights, whole) < 1e-6
+    assert entries[-1]["eval_loss"] == pytest.approx(expected[-1]["eval_loss"], abs=1e-6)

@@ -2,6 +2,7 @@
 
 from preftune.build.data import Data, prepare_data
 from preftune.build.objective import make_objective
+from preftune.build.precompute import precompute
 from preftune.build.results import finish, report_again
 from preftune.build.run import Run, build, claim_folder, describe_processes, make_folder
 
@@ -14,6 +15,7 @@ __all__ = [
     "finish",
     "make_folder",
     "make_objective",
+    "precompute",
     "prepare_data",
     "report_again",
 ]

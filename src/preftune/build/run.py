@@ -18,6 +18,7 @@ from preftune.config import RunConfig, dump_yaml, training_arguments
 from preftune.config.training import DEFAULTS
 from preftune.errors import ConfigError, refused_as
 from preftune.models.policy import trainable_parameters
+from preftune.reference import CachedReference
 from preftune.report import RunReport, Sample, before_and_after, read_metrics
 from preftune.train import Objective, PreferenceTrainer
 from preftune.train.arguments import FIXED
@@ -121,6 +122,9 @@ def build(
     trainer = PreferenceTrainer(
         objective, args, data.train, data.eval, objective.policy.tokenizer, callbacks, run={"adapter": adapter}
     )
+    if isinstance(objective.reference, CachedReference):
+        for line in objective.reference.account:
+            announce(line)
     return Run(config, data, objective, trainer)
 
 

@@ -161,25 +161,46 @@ class LossConfig(BaseModel):
         return {"oneOf": choices}
 
 
+CACHED_ONLY = ("of", "per_token", "verify_rows", "rehash", "cache_dir")
+
+
 class ReferenceConfig(_Section):
     """The frozen distribution the policy is compared with."""
 
-    kind: Literal["auto", "adapter_off", "adapter_start", "frozen", "none"] = Field(
+    kind: Literal["auto", "cached", "adapter_off", "adapter_start", "frozen", "none"] = Field(
         "auto",
-        description="auto: what makes every margin 0 at the start (adapter_off for a new adapter, adapter_start for a "
-        "saved one, frozen for full fine-tuning).",
+        description="cached (what auto means): log-probabilities computed once and kept. The others compute them in "
+        "every step: adapter_off, adapter_start (a copy of a saved adapter), frozen (a second model).",
+    )
+    of: Literal["auto", "frozen", "adapter_off"] = Field(
+        "auto",
+        description="Whose values are cached: frozen (model, or the policy as it starts), or the base with the adapter "
+        "off; auto: what makes every margin 0 at the start.",
     )
     model: str | None = Field(None, description="With frozen: another model than the starting one.")
     revision: str | None = Field(None, description="Revision of that model on the hub.")
+    load_in_4bit: bool = Field(False, description="Hold that model in 4 bits (bitsandbytes).")
+    per_token: bool = Field(False, description="Keep the value of each token, not of completions only.")
+    verify_rows: int = Field(8, ge=0, description="Stored rows that are computed again at the start, to compare.")
+    rehash: bool = Field(False, description="Hash the weights though their files look unchanged.")
+    cache_dir: str | None = Field(None, description="Folder of stored values; by default in the user's cache.")
 
     @model_validator(mode="after")
     def _model_is_frozen(self) -> ReferenceConfig:
-        if self.model is not None and self.kind == "auto":
-            self.kind = "frozen"
-        if self.model is not None and self.kind != "frozen":
-            raise ValueError(f"model goes with kind: frozen, not {self.kind}; remove one of the two")
-        if self.revision is not None and self.model is None:
-            raise ValueError("revision needs model: the name whose revision it is")
+        if self.model is not None and self.kind in ("auto", "cached") and self.of == "auto":
+            self.of = "frozen"
+        frozen = self.kind == "frozen" or (self.kind in ("auto", "cached") and self.of == "frozen")
+        if self.model is not None and not frozen:
+            other = self.kind if self.of == "auto" else self.of
+            raise ValueError(f"model goes with kind: frozen, not {other}; remove one of the two")
+        for name in ("revision", "load_in_4bit"):
+            if getattr(self, name) and self.model is None:
+                raise ValueError(f"{name} needs model: the name of the model it is about")
+        if self.kind not in ("auto", "cached"):
+            fields = type(self).model_fields
+            idle = [n for n in CACHED_ONLY if getattr(self, n) != fields[n].default]
+            if idle:
+                raise ValueError(f"{', '.join(idle)}: without effect with kind: {self.kind}; set kind: cached")
         return self
 
 
@@ -203,6 +224,10 @@ class RunConfig(_Section):
             raise ValueError(f"reference.kind: {self.loss.name} needs a reference; leave it out or set frozen")
         if self.reference.kind in ("adapter_off", "adapter_start") and self.model.adapter is None:
             raise ValueError(f"reference.kind: {self.reference.kind} needs model.adapter; set frozen or leave it out")
+        if self.reference.of == "adapter_off" and self.model.adapter is None:
+            raise ValueError("reference.of: adapter_off needs model.adapter; set frozen or leave it out")
+        if self.reference.kind == "cached" and not needs:
+            raise ValueError(f"reference.kind: {self.loss.name} uses no reference; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -1,23 +1,14 @@
-"""Tokenized examples to a `Batch`: one row per sequence, padded."""
+"""From tokenized examples to a `Batch`: one row per sequence, padded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from preftune.types import Batch, Completion, TokenizedExample
-
-
-@dataclass(frozen=True)
-class _Sequence:
-    prompt_ids: tuple[int, ...]
-    completion: Completion
-
-    def __len__(self) -> int:
-        return len(self.prompt_ids) + len(self.completion.ids)
+from preftune.data.keys import row_key
+from preftune.types import Batch, Row, TokenizedExample
 
 
 def collate(
@@ -37,39 +28,41 @@ def collate(
     assert examples, "a batch holds at least one example"
     layout = examples[0].layout
     assert all(example.layout == layout for example in examples), "paired and unpaired rows do not share a batch"
-    sequences = [_Sequence(e.prompt_ids, c) for e in examples for c in e.completions]
-    borrowing = [e for e in examples if e.mismatched is not None]
-    batch = _padded(sequences, pad_id, side, width)
+    batch = collate_rows([Row(e.prompt_ids, c) for e in examples for c in e.completions], pad_id, side, width)
     batch.real = torch.tensor([not e.filler for e in examples])
     batch.origins = [e.origin for e in examples]
     if layout == "unpaired":
         batch.labels = torch.tensor([bool(e.label) for e in examples])
+    borrowing = [e for e in examples if e.mismatched is not None]
     if borrowing:
-        lent = [_Sequence(e.prompt_ids, e.mismatched) for e in borrowing if e.mismatched is not None]
-        batch.mismatched = _padded(lent, pad_id, side, width)
+        lent = [Row(e.prompt_ids, e.mismatched) for e in borrowing if e.mismatched is not None]
+        batch.mismatched = collate_rows(lent, pad_id, side, width)
         batch.mismatched.real = torch.tensor([not e.filler for e in borrowing])
         batch.mismatched.origins = [e.origin for e in borrowing]
     return batch
 
 
-def _padded(sequences: list[_Sequence], pad_id: int, side: Literal["left", "right"], width: int | None) -> Batch:
-    longest = max(len(sequence) for sequence in sequences)
+def collate_rows(
+    rows: Sequence[Row], pad_id: int = 0, side: Literal["left", "right"] = "right", width: int | None = None
+) -> Batch:
+    """Make a batch of rows, to be scored only: each counts as an example of its own."""
+    longest = max(len(row) for row in rows)
     width = longest if width is None else max(width, longest)
-    shape = (len(sequences), width)
+    shape = (len(rows), width)
     input_ids = torch.full(shape, pad_id)
     attention_mask = torch.zeros(shape, dtype=torch.long)
     position_ids = torch.zeros(shape, dtype=torch.long)
     positions: list[int] = []
     targets: list[int] = []
-    for row, sequence in enumerate(sequences):
-        start = 0 if side == "right" else width - len(sequence)
-        span = slice(start, start + len(sequence))
-        input_ids[row, span] = torch.tensor(sequence.prompt_ids + sequence.completion.ids)
-        attention_mask[row, span] = 1
-        position_ids[row, span] = torch.arange(len(sequence))
+    for index, row in enumerate(rows):
+        start = 0 if side == "right" else width - len(row)
+        span = slice(start, start + len(row))
+        input_ids[index, span] = torch.tensor(row.prompt_ids + row.completion.ids)
+        attention_mask[index, span] = 1
+        position_ids[index, span] = torch.arange(len(row))
         # The last prompt token predicts the completion's first: each target sits one after its source.
-        before_first = row * width + start + len(sequence.prompt_ids) - 1
-        for i, (target, scored) in enumerate(zip(sequence.completion.ids, sequence.completion.mask, strict=True)):
+        before_first = index * width + start + len(row.prompt_ids) - 1
+        for i, (target, scored) in enumerate(zip(row.completion.ids, row.completion.mask, strict=True)):
             if scored:
                 positions.append(before_first + i)
                 targets.append(target)
@@ -79,6 +72,7 @@ def _padded(sequences: list[_Sequence], pad_id: int, side: Literal["left", "righ
         position_ids=position_ids,
         positions=torch.tensor(positions),
         targets=torch.tensor(targets),
-        lengths=torch.tensor([s.completion.scored for s in sequences]),
-        real=torch.ones(len(sequences), dtype=torch.bool),
+        lengths=torch.tensor([row.completion.scored for row in rows]),
+        real=torch.ones(len(rows), dtype=torch.bool),
+        keys=[row_key(row) for row in rows],
     )

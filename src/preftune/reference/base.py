@@ -1,18 +1,20 @@
-"""The kinds of reference. Each scores a batch with the same code, dtype and shapes as the policy, in eval mode.
+"""The kinds of reference that answer with a model. Each scores a batch with the same code and dtype as the policy.
 
-So before the first update every log-ratio is exactly 0, and a difference from 0 later is learning, not arithmetic.
+In eval mode, and with the same shapes, too: before the first update every log-ratio is exactly 0, and a difference
+from 0 later is learning, not arithmetic. What is kept of their answers is in `cached.py`.
 """
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
 
+from preftune.data import PreferenceDataset
 from preftune.errors import ModelError
 from preftune.models.adapters import (
     REFERENCE_ADAPTER,
@@ -26,7 +28,7 @@ from preftune.models.adapters import (
 )
 from preftune.models.head import causal_lm
 from preftune.models.policy import Policy
-from preftune.types import Batch, PerCompletion
+from preftune.types import Batch, PerCompletion, TokenLogps
 
 
 class Reference(ABC):
@@ -58,6 +60,26 @@ class Reference(ABC):
         """
         with self.active(model) as (policy, wrapped):
             return policy.sequence_logps(batch, wrapped)
+
+    def token_logps(self, batch: Batch, model: nn.Module | None = None) -> TokenLogps:
+        """Log-probability of each scored token, `[T]` nats without gradient; arguments as of `sequence_logps`."""
+        with self.active(model) as (policy, wrapped):
+            return policy.token_logps(batch, wrapped)
+
+    def scored_by(self) -> tuple[Policy, str | None]:
+        """The policy that answers, and the adapter that is on while it does: what stored values depend on."""
+        raise ModelError(f"reference.kind: {self.kind} has no model whose values could be kept")
+
+    def prepare(  # noqa: B027 - a live reference needs no preparation
+        self, datasets: Iterable[PreferenceDataset], device: torch.device, quiet: bool = False
+    ) -> None:
+        """Know what training on the data sets will ask for, before the first step. On several ranks a collective call.
+
+        Args:
+            datasets: every set whose rows will be asked for.
+            device: where the models are.
+            quiet: show no progress.
+        """
 
     def to(self, device: torch.device) -> None:  # noqa: B027 - most references own nothing
         """Move what the reference owns to `device`; those that live in the policy's model move with it."""
@@ -104,6 +126,9 @@ class AdapterOff(Reference):
         with adapter_state(self.policy.model, None), evaluating(called):
             yield self.policy, model
 
+    def scored_by(self) -> tuple[Policy, str | None]:
+        return self.policy, None
+
     def describe(self) -> str:
         return f"the base model {self.policy.name} (adapter switched off)"
 
@@ -129,8 +154,42 @@ class AdapterStart(Reference):
         with adapter_state(self.policy.model, REFERENCE_ADAPTER), evaluating(called):
             yield self.policy, model
 
+    def scored_by(self) -> tuple[Policy, str | None]:
+        return self.policy, REFERENCE_ADAPTER
+
     def describe(self) -> str:
         return f"the base model {self.policy.name} with the adapter as it was at the start"
+
+
+class StartingPolicy(Reference):
+    """The policy's own model as it is before its first step: for values that are computed now and kept.
+
+    No second model and no second adapter is held. `close` ends its time: called once training may begin, after which
+    it answers no more.
+    """
+
+    kind = "start"
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.closed = False
+
+    def close(self) -> None:
+        """From now on the model may move."""
+        self.closed = True
+
+    @contextmanager
+    def active(self, model: nn.Module | None = None) -> Iterator[tuple[Policy, nn.Module | None]]:
+        if self.closed:
+            raise ModelError("the policy as it was at the start is no more: training has begun")
+        with evaluating(self.policy.model if model is None else model):
+            yield self.policy, model
+
+    def scored_by(self) -> tuple[Policy, str | None]:
+        return self.policy, active_adapter(self.policy.model) if is_adapted(self.policy.model) else None
+
+    def describe(self) -> str:
+        return f"{self.policy.name} as it was at the start"
 
 
 class FrozenReference(Reference):
@@ -162,6 +221,9 @@ class FrozenReference(Reference):
         with evaluating(self.policy.model):
             yield self.policy, None
 
+    def scored_by(self) -> tuple[Policy, str | None]:
+        return self.policy, active_adapter(self.policy.model) if is_adapted(self.policy.model) else None
+
     def to(self, device: torch.device) -> None:
         self.policy.model.to(device)
 
@@ -176,14 +238,25 @@ def frozen_copy(policy: Policy) -> FrozenReference:
 
 
 def default_reference(policy: Policy) -> Reference:
-    """The reference that makes every margin 0 at the start.
+    """The live reference that makes every margin 0 at the start.
 
     With a fresh adapter it is the base model (adapter off); with an adapter trained before, a frozen copy of that
-    adapter; for full fine-tuning a frozen copy of the model.
+    adapter; for full fine-tuning a frozen copy of the model. `CachedReference(starting_reference(policy))` computes
+    the same values once and holds no copy.
     """
     if not is_adapted(policy.model) or outside_adapter(policy.model):
         return frozen_copy(policy)
     return AdapterOff(policy) if starts_at_base(policy.model) else AdapterStart(policy)
+
+
+def starting_reference(policy: Policy) -> Reference:
+    """What a cached reference makes its values with, for margins that are 0 at the start, and without any copy.
+
+    With a fresh adapter the base model (adapter off), so that every run on that base shares them; else the policy as it
+    is before its first step.
+    """
+    fresh = is_adapted(policy.model) and not outside_adapter(policy.model) and starts_at_base(policy.model)
+    return AdapterOff(policy) if fresh else StartingPolicy(policy)
 
 
 def _same_language(policy: Policy, reference: Policy) -> None:

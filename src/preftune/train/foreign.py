@@ -21,6 +21,10 @@ class ForeignErrors:
         with refused_as(ConfigError, "training.push_to_hub: the hub cannot be reached or refuses"):
             super().init_hf_repo(*args, **kwargs)  # type: ignore[misc]
 
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: there are no predictions to return; `evaluate` returns every metric."""
+        raise ConfigError("predict: log-probabilities are no predictions; use evaluate(dataset)")
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         with refused_as(ConfigError, _damaged("weights", resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]

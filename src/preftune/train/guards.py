@@ -20,13 +20,19 @@ if TYPE_CHECKING:
 Datasets = PreferenceDataset | dict[str, PreferenceDataset]
 
 
+def eval_sets(given: Datasets | None) -> list[PreferenceDataset]:
+    """All evaluation sets of none, one, or several by name."""
+    if isinstance(given, dict):
+        return list(given.values())
+    return [given] if given is not None else []
+
+
 def check_arguments(
     objective: Objective, args: TrainingArguments, train_dataset: PreferenceDataset, eval_dataset: Datasets | None
 ) -> None:
     """Refuse arguments that would be ignored or inexact, and data sets that do not go with the objective."""
     require_exact(args)
-    sets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset] if eval_dataset else []
-    for dataset in [train_dataset, *sets]:
+    for dataset in [train_dataset, *eval_sets(eval_dataset)]:
         check_layout(objective, dataset)
     if args.n_gpu > 1:
         args._n_gpu = 1  # one process, one device: nn.DataParallel averages losses over replicas
@@ -44,8 +50,42 @@ def check_layout(objective: Objective, dataset: PreferenceDataset) -> None:
             f"the data has token id {dataset.largest_id}, the model's embedding only {rows} rows; tokenise with the "
             "model's own tokenizer, or resize the embedding and train it"
         )
+    _require_one_side(objective, dataset)
     if spec.needs_kl_baseline and all(example.mismatched is None for example in dataset.examples):
         raise ConfigError(f"loss.name: {spec.name} needs mismatched pairs; give tokenize_examples a mismatched_seed")
+
+
+def _require_one_side(objective: Objective, dataset: PreferenceDataset) -> None:
+    """Refuse rows whose positions would depend on what shares their batch.
+
+    With longrope the longest row of a batch decides for all of it between two sets of rotary frequencies, with dynamic
+    NTK scaling it sets them: a row beside a longer one would have another log-probability than alone.
+    """
+    config = causal_lm(objective.policy.model).config
+    found = switching_length(config)
+    if found is None:
+        return
+    kind, limit = found
+    lengths = [len(row) for example in dataset.examples for row in example.rows()]
+    if max(lengths) > limit and (kind != "longrope" or min(lengths) <= limit):
+        raise ModelError(
+            f"{config.model_type} has {kind} positions: rows of more than {limit} tokens (the longest here has "
+            f"{max(lengths)}) would change the log-probabilities of the rows that share their batch; set "
+            f"data.max_length: {limit}"
+        )
+
+
+def switching_length(config: Any) -> tuple[str, int] | None:
+    """The kind of rotary positions that follow the batch's longest row, and the length from which on they do."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in [parameters, *(p for p in parameters.values() if isinstance(p, dict))]:
+        kind = str(rope.get("rope_type", ""))
+        if kind == "longrope":
+            limit = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+            return kind, int(limit)
+        if "dynamic" in kind:
+            return kind, int(config.max_position_embeddings)
+    return None
 
 
 def non_finite(step: int, suspects: list[tuple[Tensor, list[Origin]]], norm: Any) -> str:

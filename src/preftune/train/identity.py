@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from preftune.data import PreferenceDataset
 from preftune.errors import ConfigError
 from preftune.models.adapters import is_adapted
+from preftune.reference import CachedReference
 from preftune.train.objective import Objective
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def identify(objective: Objective, rows: PreferenceDataset, args: TrainingArgume
     Loss, reference and base with their weights (of an adapted model those that do not move), the data, and what fixes
     which rows a step takes: the seed of the order and the rows per step. How a step is split may change.
     """
-    model, owned = objective.policy.model, objective.reference.owned
+    model, reference = objective.policy.model, objective.reference
+    owned = reference.owned
     seed = args.data_seed if args.data_seed is not None else args.seed
     split = args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size
     return {
@@ -65,6 +67,7 @@ def identify(objective: Objective, rows: PreferenceDataset, args: TrainingArgume
         "dropout of the model": objective.policy.dropout,
         "weights": weights_checksum(model, False if is_adapted(model) else None),
         "reference weights": None if owned is None else weights_checksum(owned),
+        "reference values": reference.namespace.id if isinstance(reference, CachedReference) else None,
         "data": rows.fingerprint,
         "order": {"seed": seed, "rows per step (micro-batch x accumulation x processes)": math.prod(split)},
     }

@@ -24,7 +24,7 @@ from preftune.errors import ConfigError, TrainingError
 from preftune.models.adapters import is_adapted, save_adapter
 from preftune.train.callbacks import LogLast, MetricsFile, close_bars, use_own_progress
 from preftune.train.foreign import ForeignErrors
-from preftune.train.guards import Datasets, check_arguments, check_layout, non_finite
+from preftune.train.guards import Datasets, check_arguments, check_layout, eval_sets, non_finite
 from preftune.train.identity import Identity, find_checkpoint, identify, read_counted, require_same_run, save_identity
 from preftune.train.ledger import Ledger
 from preftune.train.loader import StepLoader
@@ -103,6 +103,7 @@ class PreferenceTrainer(ForeignErrors, Trainer):
         use_own_progress(self)
         objective.reference.to(args.device)
         self.head_difference = objective.policy.self_check(self._prepare_inputs(collate([train_dataset[0]])))
+        self._prepare_reference(train_dataset, *eval_sets(eval_dataset))
         self.card: Callable[[], str] | None = None
 
     # Rows and batches
@@ -120,7 +121,12 @@ class PreferenceTrainer(ForeignErrors, Trainer):
         if not isinstance(chosen, PreferenceDataset):
             raise ConfigError("evaluation needs a PreferenceDataset (see tokenize_examples)")
         check_layout(self.objective, chosen)
+        if chosen not in eval_sets(self.eval_dataset):
+            self._prepare_reference(chosen)
         return self._loader(chosen, self.args.eval_batch_size, None)
+
+    def _prepare_reference(self, *datasets: PreferenceDataset) -> None:
+        self.objective.reference.prepare(datasets, self.args.device, quiet=self.args.process_index > 0)
 
     def _loader(self, dataset: PreferenceDataset, batch_size: int, seed: int | None) -> StepLoader:
         sampler = StepSampler(len(dataset), batch_size, self.args.process_index, self.args.world_size, seed)
@@ -233,10 +239,6 @@ class PreferenceTrainer(ForeignErrors, Trainer):
         """Six operations per token and weight, by the usual estimate."""
         weights: int = sum(p.numel() for p in self.model.parameters())
         return 6 * int(inputs.input_ids.numel()) * weights
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: there are no predictions to return; `evaluate` returns every metric."""
-        raise ConfigError("predict: log-probabilities are no predictions; use evaluate(dataset)")
 
     # Start, checkpoints, result
 
